@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Both load transformers, which commands that only tell their options need not wait for.
+    # Both import transformers, for which help need not wait.
     if name == "load":
         from export import loading
 

@@ -40,11 +40,11 @@ _NO_TORCHAO = "torchao is not installed (pip install 'torchao==0.18.*')"
 
 
 @dataclass(frozen=True)
-class Subclass:
+class _Subclass:
     """A back-end that replaces the weight of an `nn.Linear` by a tensor subclass, in place.
 
-    `missing` gives the reason why it cannot be used on a device at all, `refuse` the reason why it
-    does not take a layer.
+    `missing` returns why the back-end cannot be used on a device, `refuse` why it cannot run a
+    layer; both return `None` otherwise.
     """
 
     missing: Callable[[torch.device], str | None]
@@ -64,10 +64,10 @@ def _torch_missing(device: torch.device) -> str | None:
     return None
 
 
-def why_not_tiled(
+def _why_not_tiled(
     kind: type[SparseSemiStructuredTensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> str | None:
-    """Return why one of torch's classes of 2:4 tensors has no form of a weight, or `None`."""
+    """Return why one of torch's 2:4 tensor classes cannot hold a weight, `None` if it can."""
     tiles = torch_names.tiles_of_sparse24(kind, dtype)
     if dtype == torch.float32 or tiles is None:
         name = str(dtype).removeprefix("torch.")
@@ -81,7 +81,7 @@ def why_not_tiled(
 def _torch_refuse(linear: nn.Linear) -> str | None:
     forced = torch_names.is_cutlass_forced()
     kind = SparseSemiStructuredTensorCUTLASS if forced else SparseSemiStructuredTensorCUSPARSELT
-    return why_not_tiled(kind, linear.weight.shape, linear.weight.dtype)
+    return _why_not_tiled(kind, linear.weight.shape, linear.weight.dtype)
 
 
 def _torch_convert(linear: nn.Linear) -> None:
@@ -115,7 +115,7 @@ def _fp8_missing(device: torch.device) -> str | None:
         return f"torchao's fp8 2:4 kernel is for sm_90; this device is sm_{major}{minor}"
     import torchao
 
-    # The operator's schema is always there, its kernel only where the compiled library loaded.
+    # The operator's schema always exists, its kernel only if the compiled library was loaded.
     try:
         tile = torch.zeros(64, 64, device=device, dtype=torch.float8_e4m3fn)
         torch.ops.torchao.to_sparse_semi_structured_cutlass_sm9x_f8(tile)
@@ -149,9 +149,9 @@ def _fp8_convert(linear: nn.Linear) -> None:
 
 
 SUBCLASSES = {
-    "torch": Subclass(_torch_missing, _torch_refuse, _torch_convert),
-    "torchao": Subclass(_torchao_missing, _torch_refuse, _torchao_convert),
-    "torchao-fp8": Subclass(_fp8_missing, _fp8_refuse, _fp8_convert),
+    "torch": _Subclass(_torch_missing, _torch_refuse, _torch_convert),
+    "torchao": _Subclass(_torchao_missing, _torch_refuse, _torchao_convert),
+    "torchao-fp8": _Subclass(_fp8_missing, _fp8_refuse, _fp8_convert),
 }
 
 
@@ -160,12 +160,12 @@ TORCHAO_VERSION = 1
 
 
 def why_not_storable(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return the reason why torchao has no tensor for a 2:4 weight, or `None`."""
-    return why_not_tiled(SparseSemiStructuredTensorCUTLASS, shape, dtype)
+    """Return why torchao cannot store a 2:4 weight, `None` if it can."""
+    return _why_not_tiled(SparseSemiStructuredTensorCUTLASS, shape, dtype)
 
 
 def store_torchao(weight: Tensor) -> Tensor:
-    """Return torchao's tensor, on the CPU, of a 2:4 weight (rows, columns) on a CUDA device."""
+    """Return torchao's tensor on the CPU for a 2:4 weight (rows, columns) on a CUDA device."""
     made: Any = SparseSemiStructuredTensorCUTLASS.from_dense(weight.contiguous())
     return SparseSemiStructuredTensorCUTLASS(
         weight.shape,
@@ -199,15 +199,15 @@ TARGETS: Mapping[str, tuple[int, ...]] = {
     "prefill": (1024, 4096),
     "both": (1, 8, 1024, 4096),
 }
-"""The numbers of tokens that decide whether a layer is worth keeping sparse."""
+"""By target, the numbers of tokens at which a sparse layer must be faster than a dense one."""
 
 
 def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict[str, str]:
-    """Prepare all `Sparse24Linear` layers of a model in place, on the device where they are.
+    """Prepare all `Sparse24Linear` layers of a model in place, on their device.
 
-    Layers that the back-end does not take are made dense again; the reason for each is returned by
-    its name. Prefill takes each weight in cuSPARSELt's layout, too, another 0.5625 of the dense
-    bytes; decode alone does without.
+    Layers that the back-end cannot run become dense again. Returns the reason for each, by name.
+    Prefill also needs each weight in cuSPARSELt's layout, another 0.5625 of the dense bytes; decode
+    alone does not.
 
     Raises:
         OptionError: An unknown back-end or target, or a back-end that cannot run here at all.
@@ -230,7 +230,7 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict
 
 
 def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Module, str | None]:
-    """Return the layer in the form that a back-end runs, and the reason if that is dense."""
+    """Return the layer as a back-end runs it, with the reason if it becomes dense."""
     if backend in SUBCLASSES:
         linear = layer.to_linear()
         reason = SUBCLASSES[backend].refuse(linear)
@@ -246,13 +246,13 @@ def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Modul
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raise an `OptionError` for a back-end that cannot run on a device at all."""
+    """Raise an `OptionError` if a back-end cannot run on a device."""
     if reason := why_not_here(backend, device):
         raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
 
 
 def why_not_here(backend: str, device: torch.device) -> str | None:
-    """Return the reason why a back-end cannot run on a device at all, or `None`."""
+    """Return why a back-end cannot run on a device, `None` if it can."""
     if backend in SUBCLASSES:
         return SUBCLASSES[backend].missing(device)
     if device.type != "cuda":
@@ -267,17 +267,18 @@ def _call(layer: Sparse24Linear, tokens: int = 1) -> Call:
 
 
 def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
-    """Return the reason why no sparse kernel of ours takes the layer, or `None`."""
+    """Return why none of our sparse kernels can run the layer, `None` if one can."""
     names = ("triton-gemm",) if backend == "triton" else ("triton-gemm", "cusparselt")
     reasons = [KERNELS[name].refuse(_call(layer)) for name in names]
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
 def not_faster(layer: Sparse24Linear, times: KernelTimes, target: str) -> str | None:
-    """Return the reason to keep a layer dense, or `None` if its sparse form may be faster.
+    """Return the reason to keep a layer dense, `None` if its sparse form may be faster.
 
-    There is one if, at every number of tokens of the target, no kernel that can run this layer was
-    measured to be faster than a dense weight. What was not measured counts for the small form.
+    A layer stays dense if, at every number of tokens of the target, all kernels that can run it
+    were measured to be slower than the dense product. An unmeasured number of tokens counts in
+    favour of the sparse form, which is smaller.
     """
     verdicts = []
     for tokens in TARGETS[target]:

@@ -1,4 +1,4 @@
-"""The speed of a packed model against its dense twin: all kernels by layer, then whole models."""
+"""Compare the speed of a packed model with its dense twin: kernels by layer, then whole models."""
 
 import copy
 import logging
@@ -47,23 +47,23 @@ from mrp_sparse.upstream import attention_of
 
 log = logging.getLogger(__name__)
 
-SPARE = 16
-"""Further places in the cache, for the steps of the warm-up."""
-MASKLESS = "sdpa_without_mask"
-AttentionInterface.register(MASKLESS, sdpa_attention_forward)  # and no function that makes masks
+_SPARE = 16
+"""Additional positions in the cache, for the steps of the warm-up."""
+_MASKLESS = "sdpa_without_mask"
+AttentionInterface.register(_MASKLESS, sdpa_attention_forward)  # and no function that makes masks
 
 
 @dataclass(frozen=True)
 class ModelTime:
-    """The time of one way to run one side of a comparison, or the reason why there is none.
+    """The time of one side of a comparison, run in one way.
 
     Attributes:
         phase: `prefill` (a forward of the prompt) or `decode` (one token after it).
         side: `dense` or `sparse`.
         way: `eager` or `compiled`; both are captured in a CUDA graph.
         tokens: Number of prompt tokens of each sequence.
-        timing: Time of one forward.
-        compile_seconds: Time of compiling and capturing, 0 for eager.
+        timing: The time of one forward.
+        compile_seconds: The time of compiling and capturing, 0 for eager.
     """
 
     phase: str
@@ -77,13 +77,16 @@ class ModelTime:
 
 
 class Decoder:
-    """Greedy decoding into a static cache, one captured step a token.
+    """Greedy decoding with a static cache, one step a token, which a CUDA graph can capture.
 
-    A step reads nothing back to the host, so that it can be captured: it is given the attention
-    mask of all places, from which OPT would else make one of the length it has reached.
+    A captured step must not synchronise with the host. Therefore it gets the attention mask of all
+    positions: without it, OPT would build one of the present length.
 
-    The model is in evaluation mode, the prompt is (batch, length), there are at most `new_tokens`
-    steps between two rewinds, and `forward` is the model, compiled or not.
+    Args:
+        model: The model, in evaluation mode.
+        prompt: Token ids, (batch, length).
+        new_tokens: The largest number of steps between two rewinds.
+        forward: The model, compiled or not.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Decoder:
     ) -> None:
         self.forward = model if forward is None else forward
         length = prompt.shape[1]
-        places = length + new_tokens + SPARE
+        places = length + new_tokens + _SPARE
         self.cache = StaticCache(config=model.config, max_cache_len=places)
         self.mask = prompt.new_ones(len(prompt), places)
         positions = torch.arange(length, device=prompt.device).expand_as(prompt)
@@ -111,7 +114,7 @@ class Decoder:
         self.position.add_(1)
 
     def rewind(self) -> None:
-        """Go back to the end of the prompt."""
+        """Reset the cache to the end of the prompt."""
         for tensor, value in self._start:
             tensor.copy_(value)
 
@@ -135,15 +138,15 @@ class Decoder:
 
 @contextmanager
 def without_masks(*models: PreTrainedModel) -> Iterator[None]:
-    """Let models with full attention run SDPA's own causal attention inside the context.
+    """Let models with full attention run SDPA's own causal attention in this context.
 
-    A prompt without padding needs no mask. transformers makes one all the same while a CUDA graph
-    is captured, and with a mask SDPA is several times slower than what `generate` runs. Models with
-    sliding windows, or without SDPA, stay as they are.
+    A prompt without padding needs no mask. While a CUDA graph is captured, transformers makes one
+    anyway, and with a mask SDPA is several times slower than in `generate`. Models with sliding
+    windows, or without SDPA, are not affected.
     """
     changed = [model for model in models if _attends_to_all(model)]
     for model in changed:
-        model.set_attn_implementation(MASKLESS)
+        model.set_attn_implementation(_MASKLESS)
     try:
         yield
     finally:
@@ -164,7 +167,7 @@ def time_models(
 ) -> Iterator[list[ModelTime]]:
     """Time prefill and decode of the same weights, dense and on a back-end, on a CUDA device.
 
-    For each batch size and phase all ways of both sides are given.
+    Yields the times of all ways of both sides for each batch size and phase.
     """
     sides = {"dense": dense, "sparse": sparse}
     for batch_size in options.batch_sizes:
@@ -176,8 +179,8 @@ def time_models(
 def _time_ways(
     sides: Mapping[str, PreTrainedModel], phase: str, prompt: Tensor, options: SpeedOptions
 ) -> list[ModelTime]:
-    """Time all ways of all sides in turns; one that fails is recorded, and the others go on."""
-    torch.compiler.reset()  # once: code that is forgotten takes its kernels out of captured graphs
+    """Time all ways of all sides in turns; a failure is recorded, and the others continue."""
+    torch.compiler.reset()  # once: a later reset would unload kernels that captured graphs use
     modes: dict[str, str | None] = {"eager": None}
     if options.compile_mode is not None:
         modes["compiled"] = options.compile_mode
@@ -214,10 +217,10 @@ def _time_ways(
 def _contestant(
     model: PreTrainedModel, phase: str, prompt: Tensor, new_tokens: int, mode: str | None
 ) -> Callable[[], float]:
-    """Return a function that runs once and returns the microseconds of a forward."""
+    """Return a function that runs a forward, and returns its microseconds."""
     forward: Callable[..., Any] = model
     if mode is not None:
-        # The graph is captured here, for all contestants alike.
+        # Eager and compiled code are captured in the same way, so that only kernels differ.
         forward = torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
     if phase == "prefill":
         with without_masks(model):
@@ -241,10 +244,10 @@ def prefill(forward: Callable[..., Any], prompt: Tensor) -> Tensor:
     return forward(prompt, use_cache=False, logits_to_keep=1).logits
 
 
-VALUE_BYTES = 2
+_VALUE_BYTES = 2
 """Bytes of a float16 or bfloat16 value."""
 PACKED = 0.5625
-"""Packed bytes for each dense byte of such values."""
+"""Packed bytes per dense byte of such values."""
 
 
 @dataclass
@@ -254,11 +257,11 @@ class SpeedReport:
     Attributes:
         environment: The device and the versions of the libraries.
         backend: The back-end of the sparse side.
-        target: The phases that the sparse side was prepared for, a key of `TARGETS`.
+        target: The phases for which the sparse side was prepared, a key of `TARGETS`.
         bandwidth: Bytes a second of a large copy, reads and writes together.
-        stayed_dense: The reason for each packed layer that the back-end runs dense, by its name.
+        stayed_dense: The reason for each packed layer that the back-end runs dense, by name.
         dense_bytes: Bytes of the dense model's storages; `None` before it is measured.
-        sparse_bytes: Bytes of the sparse model's storages, in all layouts that its back-end keeps.
+        sparse_bytes: Bytes of the sparse model's storages, in all layouts that the back-end needs.
     """
 
     environment: Mapping[str, Any]
@@ -303,7 +306,7 @@ def tables(report: SpeedReport) -> str:
 
 
 def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
-    """Return the faster dense way's time over the faster sparse way's, by phase and batch size."""
+    """Return the fastest dense time divided by the fastest sparse time, by phase and batch size."""
     best: dict[tuple[str, int, str], float] = {}
     for row in rows:
         if row.timing is not None:
@@ -332,7 +335,7 @@ def _layer_table(measurements: Sequence[Measurement], bandwidth: float) -> str:
     dense = {m.problem: m.microseconds for m in measurements if m.kernel == STORED_DENSE}
     rows = []
     for m in measurements:
-        size = m.out_features * m.in_features * VALUE_BYTES
+        size = m.out_features * m.in_features * _VALUE_BYTES
         rate = size * (1 if m.kernel == STORED_DENSE else PACKED) / (m.microseconds * 1e-6)
         times = [f"{m.microseconds:.1f}", f"{m.low:.1f}–{m.high:.1f}"]
         ratios = [f"{dense[m.problem] / m.microseconds:.2f}", f"{rate / 1e9:.0f}"]
@@ -357,14 +360,14 @@ def _model_table(times: Sequence[ModelTime]) -> str:
 
 
 def _markdown(columns: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with the columns of these names, which commas separate."""
+    """Return a Markdown table; `columns` are the comma-separated headers."""
     header = columns.split(", ")
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with its packed layers dense; all other tensors are shared with it."""
+    """Return a copy of the model with dense layers; all other tensors are shared."""
     shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
     dense = copy.deepcopy(model, shared)
     for name, module in model.named_modules():
@@ -381,8 +384,8 @@ def compare(
 ) -> SpeedReport:
     """Measure the layers, put the model on a back-end, and time it against its dense twin.
 
-    `report_on` is called with the report whenever there is more in it. The model, with its packed
-    layers, is left on the back-end.
+    `report_on` is called with the report after each measurement. Afterwards the model's packed
+    layers run on the back-end.
 
     Raises:
         OptionError: The model is not on a CUDA device, or the back-end cannot run there.
@@ -400,7 +403,7 @@ def compare(
     if report.environment.get("cusparselt") == cusparselt.SLOW_ON_HOPPER:
         note = "cuSPARSELt 0.8.0 is slower on Hopper than 0.8.1, which torch 2.12 brings."
         report.notes.append(note)
-    for measurements, failures in measure_layers(sparse, options.layer_tokens):
+    for measurements, failures in _measure_layers(sparse, options.layer_tokens):
         report.layers += measurements
         report.failures += failures
         report_on(report)
@@ -414,13 +417,13 @@ def compare(
 
 
 @torch.no_grad()
-def measure_layers(
+def _measure_layers(
     model: PreTrainedModel, tokens: Sequence[int]
 ) -> Iterator[tuple[list[Measurement], list[Failure]]]:
     """Time each shape of the packed layers of a model on a CUDA device once, by all kernels.
 
-    Kernels are chosen by these times from now on, in later processes too. For each shape and number
-    of tokens it gives what was measured, and what could not be.
+    From now on, kernels are chosen by these times, also in later processes. Yields the measurements
+    and failures for each shape and number of tokens.
     """
     layers = [m for m in model.modules() if isinstance(m, Sparse24Linear)]
     for shape in dict.fromkeys((m.out_features, m.in_features, m.weight.dtype) for m in layers):
@@ -442,7 +445,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _versions() -> dict[str, str]:
-    """Return versions for the reader, on which the times of kernels do not depend."""
+    """Return versions for readers of the report, besides those that identify kernel times."""
     known = {"transformers": transformers.__version__}
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     try:

@@ -1,9 +1,9 @@
 """`python -m export.generate DIR --prompt TEXT` streams a model's text, and reports its speed.
 
-On a CPU a step of decoding is compiled ahead of time, once for each shape and format, which takes
-minutes, and kept for later starts. On a GPU transformers compiles it with a static cache, in each
-start anew, and CUDA graphs replay it. If it cannot be compiled, a warning says why, and each step
-runs in Python.
+On a CPU, a decoding step is compiled ahead of time, once for each shape and format, which takes
+minutes, and cached for later starts. On a GPU, transformers compiles it with a static cache at each
+start, and CUDA graphs replay it. If it cannot be compiled, a warning says why, and each step runs
+in Python.
 """
 
 import os
@@ -21,15 +21,15 @@ from mrp_sparse.environment import machine
 if TYPE_CHECKING:
     from mrp_sparse.decoding import Speed
 
-FEW = 8
-"""Number of tokens up to which packed rows are multiplied as they are decoded."""
+_FEW = 8
+"""Number of tokens up to which packed rows are decoded and multiplied in one kernel."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 2: a mistake of the user's."""
     with exit_on_mistake():
         options = _parser().parse_args(args)
-        # Only now: they load transformers, which help and a mistake need not wait for.
+        # Imported late, since help and mistakes need not wait for transformers.
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
@@ -61,14 +61,14 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 _OF_A_MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-"""The entries of a configuration that neither a pruning nor packing changes."""
+"""The entries of a configuration that neither pruning nor packing changes."""
 
 
 def _require_same_model(dense: str, directory: str) -> None:
-    """Raise, before any is loaded, if two directories hold other models than one and its pruning.
+    """Raise, before loading, unless one directory may be a pruning of the other's model.
 
     Raises:
-        OptionError: Their configurations differ in more than a pruning changes.
+        OptionError: The configurations differ in more than a pruning changes.
     """
     from mrp_lightning.models.loading import load_config
 
@@ -95,16 +95,16 @@ def _generate(
     eight_bits: bool,
     eight_bit_head: bool,
 ) -> "Speed":
-    """Print how a model of a directory continues a text, and return its speed.
+    """Print a model's continuation of a text, and return its speed.
 
     Raises:
-        OptionError: There is no head that can be rounded; see `Head.of`.
+        OptionError: The model's head cannot be rounded to 8 bits; see `Head.of`.
         FileNotFoundError: The directory holds no model.
         FormatError: See `export.load`.
-        DataError: There is no tokenizer in it, the prompt is empty, or the text would get longer
-            than the model's positions.
+        DataError: The directory has no tokenizer, the prompt is empty, or the text would exceed the
+            model's positions.
     """
-    # Only now: these load transformers.
+    # Imported late: these import transformers.
     from export.loading import expand_bitmasks, load
     from mrp_lightning.models.checkpoint import longest_sequence
     from mrp_lightning.models.loading import load_tokenizer
@@ -133,7 +133,7 @@ def _generate(
             f"{step}."
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
-    first = tokens["input_ids"][:, :FEW]
+    first = tokens["input_ids"][:, :_FEW]
     if isinstance(model.get_output_embeddings(), EightBitLinear):
         print("[a head of 8 bits: it is stored so]")
     elif eight_bit_head:
@@ -148,7 +148,7 @@ def _generate(
 
 @torch.no_grad()
 def _change(model: Any, tokens: torch.Tensor, name: str, change: Callable[[Any], object]) -> None:
-    """Change a model, and print by how much the logits of a few tokens change."""
+    """Change a model, and print the change of the logits of a few tokens."""
     exact = model(tokens).logits.double()
     change(model)
     changed = model(tokens).logits.double()

@@ -1,6 +1,6 @@
-"""Models and tensors from exported directories: packed, dense, and of torchao's 2:4 tensors.
+"""Load models and tensors from exported directories: packed, dense, or torchao's 2:4 tensors.
 
-All weights are checked to be there.
+Loading checks that all weights exist.
 """
 
 import logging
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the tensors of a file, torchao's among them, on the CPU. No code of the file is run.
+    """Load the tensors of a file, torchao's included, to the CPU, without running code in the file.
 
     Raises:
-        FormatError: It is damaged, holds other things, or tensors that are far larger than it is.
+        FormatError: The file is damaged, holds other objects, or tensors far larger than itself.
     """
     try:
         return read_pickle(file, [SparseSemiStructuredTensorCUTLASS])
     except FormatError as error:
         raise FormatError(f"{file} cannot be read: {error}. Fetch it again.") from error
-    except Exception as error:  # damaged archives and refused classes come as many kinds
+    except Exception as error:  # of many types, for damaged archives and refused classes
         raise FormatError(
             f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
             "nothing else is tried, because it could run code. Fetch it again, or save the model "
@@ -59,10 +59,10 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def expand_bitmasks(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model's layers dense if they are bitmasks on a device without a kernel for them.
+    """Make bitmask layers dense on devices without kernels for them.
 
-    Such a device unpacks the whole weight for every product. 2:4 layers and those on a CPU, which
-    have kernels, stay packed, and so do all where some are offloaded to a disk.
+    On such a device, every product would unpack the whole weight. 2:4 layers and layers on a CPU,
+    which have kernels, stay packed; if layers are offloaded to a disk, all stay packed.
     """
     kinds = (BitmaskLinear, Bitmask4Linear, EightBitLinear)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
@@ -91,15 +91,15 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
         **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
-        FileNotFoundError: There is no `config.json` in it.
+        FileNotFoundError: The directory has no `config.json`.
         FormatError: Tensors are missing, unexpected, damaged or of another shape; or the directory
-            holds an adapter alone.
+        holds only an adapter.
         OptionError: The directory is of `--format torchao`, and torchao cannot run here, or not in
-            this `dtype`.
+        this `dtype`.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
-        return _load_pretrained(directory, **options)  # which says so
+        return _load_pretrained(directory, **options)  # raises with the reason
     content = read_json(directory / "config.json", "export the pruned model again")
     check_values(content, directory)
     settings = content.get("quantization_config") or {}
@@ -136,7 +136,7 @@ def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
 
 
 def _load_pretrained(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """Load a packed or dense model, but not torchao's, by `from_pretrained`."""
+    """Load a packed or dense model, but none of torchao's, with `from_pretrained`."""
     refuse_adapter(directory)
     if not (Path(directory) / "config.json").is_file():
         raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")

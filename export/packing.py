@@ -1,4 +1,4 @@
-"""Pack a pruned checkpoint: validate, write, prove equal to the source, and time."""
+"""Pack a pruned checkpoint: validate, write, compare with the source, and time."""
 
 import logging
 import sys
@@ -48,21 +48,21 @@ _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4
 
 @dataclass(frozen=True, kw_only=True)
 class PackingOptions:
-    """How a checkpoint is exported: the options of `python -m export.to_sparse`.
+    """The options of `python -m export.to_sparse`.
 
     Attributes:
         checkpoint: A Hugging Face directory, the directory of a pruned LightningModule, or a .ckpt.
-        out: The directory to write; `None` names it after the checkpoint and the format.
-        format: A key of `_FORMS`, dense or compressed-tensors; `None` lets the checkpoint decide.
-        head_bits: 8 rounds the head to 8 bits, 16 leaves it.
-        overwrite: Whether an earlier export in `out` is replaced.
+        out: The directory to write; by default named after the checkpoint and the format.
+        format: A key of `_FORMS`, dense or compressed-tensors; by default the checkpoint decides.
+        head_bits: 8 rounds the head to 8 bits, 16 leaves it unchanged.
+        overwrite: Whether an earlier export in `out` may be replaced.
         skip: Name patterns of layers that stay dense.
-        allow_partial: Whether layers stay dense that should be pruned and are not.
-        check_only: Whether nothing is written, and an existing export is compared again.
-        text: Files to compare logits on; none for the embedded text.
-        device: Where to compare and measure; `None` is CUDA where there is one.
-        benchmark: Whether speed is measured, on a CUDA device.
-        speed: How speed is measured.
+        allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
+        check_only: Whether to write nothing, and to compare an existing export again.
+        text: Files whose text the logits are compared on; by default the embedded text.
+        device: The device for comparison and measurement; by default CUDA if available.
+        benchmark: Whether to measure speed, on a CUDA device.
+        speed: The options of the measurement.
     """
 
     checkpoint: str
@@ -98,8 +98,8 @@ def convert(options: PackingOptions) -> ExportReport:
     """Validate, pack, compare, measure and report.
 
     Raises:
-        PatternError: The checkpoint is not pruned so; see `choose_layers`.
-        ParityError: The export is not equal to its source; it is not written.
+        PatternError: The checkpoint lacks the pattern; see `choose_layers`.
+        ParityError: The export differs from its source, and is removed.
         FormatError: See `open_checkpoint`.
         OptionError: Options contradict each other.
         FileExistsError: The output exists.
@@ -107,7 +107,7 @@ def convert(options: PackingOptions) -> ExportReport:
     device = device_named(options.device)
     _check_options(options, device)
     if device.index is not None:
-        torch.cuda.set_device(device)  # where `load` puts torchao's tensors
+        torch.cuda.set_device(device)  # the device on which `load` puts torchao's tensors
     source = open_checkpoint(options.checkpoint)
     if options.format == "torchao" and not source.config:
         raise errors.OptionError(
@@ -151,8 +151,8 @@ def compress(options: PackingOptions) -> Path:
     """Write a pruning with bits as compressed-tensors, and return the directory.
 
     Raises:
-        PatternError: Weights do not lie on its grid; see `choose_compressed`.
-        ParityError: What was written is not equal to the source; it is removed.
+        PatternError: Weights do not lie on the format's grid; see `choose_compressed`.
+        ParityError: The export differs from its source, and is removed.
         FormatError: See `open_checkpoint`.
         OptionError: Options contradict each other.
         FileExistsError: The output exists.
@@ -186,7 +186,7 @@ def compress(options: PackingOptions) -> Path:
 
 
 def _check_options(options: PackingOptions, device: torch.device) -> None:
-    """Raise if options contradict each other or this machine, before anything is read."""
+    """Raise, before anything is read, if options contradict each other or this machine."""
     if options.benchmark and device.type == "cuda":
         check_backend(options.speed.backend, device)
     if options.format == "torchao" and (reason := why_not_here("torchao", device)):
@@ -243,7 +243,7 @@ class _Export:
             report.notes.append(f"logits not compared: {reason}")
 
     def measure(self, directory: Path) -> None:
-        """Time the export, or note the reason why it is not timed."""
+        """Time the export, or note why it is not timed."""
         why_not = {
             "dense": "the dense format runs as its source does",
             "bitmask": "no kernel for bitmasks runs on CUDA devices",
@@ -260,7 +260,7 @@ class _Export:
             try:
                 model = cast(PreTrainedModel, load(directory).eval().to(self.device))
                 self.report.benchmark = compare(model, self.options.speed)
-            except Exception as error:  # a proven export is not lost
+            except Exception as error:  # must not discard a verified export
                 log.exception("The benchmark failed; the export is written all the same.")
                 notes.append(f"speed not measured: {type(error).__name__}: {error}")
 

@@ -29,18 +29,18 @@ NO_CUDA = "no CUDA device: speed not measured"
 
 @dataclass
 class ExportReport:
-    """One run of `python -m export.to_sparse`.
+    """The report of one run of `python -m export.to_sparse`.
 
     Attributes:
         source: The pruned checkpoint, as the user named it.
         format: `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
         layers: Every linear layer of the model.
         source_bytes: Bytes of the weight files read.
-        head: The head, where it has 8 bits, else `None`.
-        exported_bytes: Bytes of the weight files written; `None` where nothing was written.
-        parity: The comparison with the source; `None` where nothing was written.
-        benchmark: The speed that was measured, or `None`.
-        notes: What was not done, and why.
+        head: The head if it has 8 bits, else `None`.
+        exported_bytes: Bytes of the written weight files; `None` if nothing was written.
+        parity: The comparison with the source; `None` if nothing was written.
+        benchmark: The measured speed, or `None`.
+        notes: The steps that were left out, with reasons.
     """
 
     source: str
@@ -55,7 +55,7 @@ class ExportReport:
 
     @property
     def packed(self) -> list[LayerChoice]:
-        """Layers that were, or could be, packed."""
+        """The layers that were, or could be, packed."""
         return [layer for layer in self.layers if layer.reason is None]
 
     @property
@@ -65,7 +65,7 @@ class ExportReport:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Counts, and bytes of all weights of the layers and of the whole files."""
+        """Numbers of layers, and bytes of the layers' weights and of whole files."""
         layers = self.packed
         dense_bytes = sum(layer.dense_bytes for layer in layers)
         packed_bytes = sum(layer.packed_bytes for layer in layers)
@@ -107,16 +107,16 @@ class ExportReport:
         }
 
     def save(self, directory: Path) -> None:
-        """Write `export_report.json` into a directory, and in it the names of all files there."""
+        """Write `export_report.json`, with the names of all files, into a directory."""
         written = {file.relative_to(directory).as_posix() for file in visible_files(directory)}
         save_text(directory / NAME, as_json(self.to_dict() | {"files": sorted(written | {NAME})}))
 
     def print(self) -> None:
-        """Show sizes, parity, and what stays dense."""
+        """Print the sizes, the parity, and the layers that stay dense."""
         console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
         console.print(_sizes(self))
         if self.dense:
-            # Layers that differ in numbers only and have the same reason share a row.
+            # Layers with equal reasons whose names differ only in numbers share a row.
             reasons = {layer.name: layer.reason or "" for layer in self.dense}
             console.print(_table("Dense layers", ("layer", "why"), alike(reasons)))
         if self.parity is not None:
@@ -212,10 +212,9 @@ _FORMS = {
 
 
 def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> None:
-    """Write `README.md` for an export, packed or as torchao's tensors.
+    """Write the model card of a packed or torchao export.
 
-    The card of the pruned checkpoint, if there is one, is continued, with the perplexities that
-    have been measured since.
+    It extends the card of the pruned checkpoint, if there is one, with its measured perplexities.
     """
     title, form = _FORMS[report.format]
     totals = report.totals
@@ -242,7 +241,7 @@ def _loading_code(source: Checkpoint, form: str) -> list[str]:
         return ["import export", "", 'module = export.load_into(MyModule(), "DIRECTORY")']
     if form == "torchao":
         return ["import export", "", 'model = export.load("DIRECTORY")']
-    # The name comes from transformers' class: that of the checkpoint could be any code.
+    # The name is that of transformers' class, since a name in the checkpoint could be any code.
     architecture = model_class(source.pretrained_config()).__name__
     return [
         "import export  # of mrp-lightning: teaches transformers the format",

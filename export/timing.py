@@ -1,4 +1,4 @@
-"""The time of every kernel on a layer's shape, on a CUDA device; and what to measure."""
+"""Time every kernel on a layer's shape on a CUDA device, and define the options of timing."""
 
 import functools
 import logging
@@ -34,17 +34,17 @@ LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """The options by which a packed model and its dense twin are measured.
+    """The options for measuring a packed model and its dense twin.
 
     Attributes:
-        backend: What runs the packed layers, one of `BACKENDS`.
-        target: What the weights are kept ready for, a key of `TARGETS`.
-        compile_mode: Mode of `torch.compile`, on both sides; `None` times eager code alone.
+        backend: The back-end of the packed layers, one of `BACKENDS`.
+        target: The phases for which weights are prepared, a key of `TARGETS`.
+        compile_mode: Mode of `torch.compile` on both sides; `None` times only eager code.
         batch_sizes: Numbers of sequences at a time.
         prompt_tokens: Length of each prompt.
         new_tokens: Decode steps of one repeat.
-        layer_tokens: Numbers of tokens at which every kernel is timed on each layer shape; empty
-            leaves the layers out.
+        layer_tokens: Numbers of tokens at which every kernel is timed on each layer shape; empty to
+            time no layers.
     """
 
     backend: str = "auto"
@@ -68,7 +68,7 @@ class SpeedOptions:
 
 
 def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
-    """Add the arguments of `SpeedOptions` but `layer_tokens` to a command line, or to a group."""
+    """Add the arguments of `SpeedOptions`, except `layer_tokens`, to a parser or a group."""
     option, number = parser.add_argument, number_from(1)
     option("--backend", choices=BACKENDS, default="auto", help="the back-end to measure")
     text = "mode of torch.compile, for both sides; none: eager code alone"
@@ -92,8 +92,8 @@ def _mode(text: str) -> str | None:
 
 
 COLD_BYTES = 512 * 2**20
-"""Bytes of the weights that are read one after the other: several times any L2 cache."""
-WARM_UP = 3
+"""Total bytes of the weights that calls rotate over: several times the size of any L2 cache."""
+_WARM_UP = 3
 """Number of calls before a capture, and of replays before a measurement."""
 
 
@@ -107,14 +107,14 @@ class Timing:
 
 
 def copies(weight_bytes: int) -> int:
-    """Return the number of weights of a size to rotate over, so that none stays in the cache."""
+    """Return the number of weights of a size to rotate over, so that none stays in the L2 cache."""
     return max(2, -(-COLD_BYTES // weight_bytes))
 
 
 def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Timing]:
-    """Measure each contestant once a round, so that a drifting clock meets all of them alike.
+    """Measure each contestant once a round, so that drifting clock rates affect all alike.
 
-    Each contestant runs once and returns microseconds. There are at least two rounds.
+    Each function in `measure` runs once, and returns microseconds. There are at least two rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in measure}
     for _ in range(repeats):
@@ -128,15 +128,16 @@ def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Run the calls until they are warm, and capture them in one CUDA graph.
+    """Warm up the calls, and capture them in one CUDA graph.
 
-    Host time is not in it: eager cuSPARSELt spends more time planning on the host than computing.
+    A graph excludes host time: eager cuSPARSELt spends more time planning on the host than
+    computing.
     """
-    # CUDA graphs ask that the warm-up runs on another stream than the default one.
+    # CUDA graphs require a warm-up on a stream other than the default one.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):  # compiles, allocates and fills caches outside the capture
+        for _ in range(_WARM_UP):  # compiles and allocates before the capture
             for call in calls:
                 call()
     torch.cuda.current_stream().wait_stream(stream)
@@ -148,14 +149,15 @@ def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
-    """Capture the calls in one CUDA graph; the result replays it and gives microseconds a call."""
+    """Return a function that replays the calls as a CUDA graph, and returns microseconds a call."""
     kept = list(calls)
     graph = captured(kept)
-    for _ in range(WARM_UP):
+    for _ in range(_WARM_UP):
         graph.replay()
 
     def once() -> float:
-        # The graph holds no references: compiled kernels are unloaded when their code is forgotten.
+        # Keeps `calls` alive: the graph holds no references, and compiled kernels would be
+        # unloaded.
         return microseconds(graph.replay) / len(kept)
 
     return once
@@ -174,16 +176,16 @@ def microseconds(call: Callable[[], object]) -> float:
 
 log = logging.getLogger(__name__)
 QUICK = 5
-"""Rounds in which the configurations of one kernel are compared."""
+"""The number of rounds that compare the configurations of one kernel."""
 REPEATS = 20
-"""Rounds in which the kernels are compared."""
-BUCKETS = (16, 64, SOME_TOKENS)
-"""Numbers of tokens up to which one search for a configuration of a Triton kernel is enough."""
+"""The number of rounds that compare kernels."""
+_BUCKETS = (16, 64, SOME_TOKENS)
+"""Upper ends of ranges of tokens that share one configuration of a Triton kernel."""
 Config = dict[str, int]
 Once = Callable[[], float]
-"""Runs a kernel and gives microseconds."""
-Winners = dict[tuple[str, int], Config]
-"""The fastest configuration, by kernel and bucket."""
+"""A function that runs a kernel once, and returns microseconds."""
+_Winners = dict[tuple[str, int], Config]
+"""The fastest configuration, by kernel and range of tokens."""
 
 
 def random_24(
@@ -207,8 +209,8 @@ def measure(
 ) -> Iterator[tuple[list[Measurement], list[Failure]]]:
     """Time all kernels against the same pruned weight stored dense, with CUDA graphs.
 
-    A kernel's configurations are compared in a short round, and its best one enters the long one,
-    of so many repeats. For each number of tokens it yields the measurements and the failures.
+    A kernel's configurations are compared in a few rounds, and the best one is timed in `repeats`
+    rounds. Yields the measurements and the failures for each number of tokens.
     """
     with torch.cuda.device(device):
         number = copies(out_features * in_features * dtype.itemsize)
@@ -221,7 +223,7 @@ def measure(
                 packed = [PackedWeight(w.values, w.meta, compress(*w[:2])) for w in packed]
             except RuntimeError as error:
                 uncompressed = f"compression failed: {first_line(error)}"
-        winners: Winners = {}
+        winners: _Winners = {}
         for count in tokens:
             x = torch.randn(count, in_features, dtype=dtype, device=device)
             call = replace(call, tokens=count, compressed=uncompressed is None)
@@ -232,7 +234,7 @@ def measure(
 class _Contest:
     """The kernels that are compared at one number of tokens, with their configurations.
 
-    `reasons` holds why the others are not; `winners` is shared by all numbers of tokens.
+    `reasons` explains why other kernels are left out; all numbers of tokens share `winners`.
     """
 
     call: Call
@@ -240,7 +242,7 @@ class _Contest:
     dense: Sequence[Tensor]
     packed: Sequence[PackedWeight]
     uncompressed: str | None
-    winners: Winners
+    winners: _Winners
     runs: dict[str, Once] = field(default_factory=dict)
     configs: dict[str, Config] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -255,7 +257,7 @@ class _Contest:
                 if reason := uncompressed or kernel.refuse(self.call) or self._enter(name, kernel):
                     self.reasons[name] = reason
             timings = take_turns(self.runs, repeats)
-        except Exception as error:  # out of memory at this size; smaller ones are measured already
+        except Exception as error:  # such as out of memory at this size
             log.warning("%s could not be measured: %s", self.call, error)
             timings = {}
             self.reasons[STORED_DENSE] = first_line(error)
@@ -268,7 +270,7 @@ class _Contest:
         return measured, [Failure(*problem, name, why) for name, why in self.reasons.items()]
 
     def _enter(self, name: str, kernel: Kernel) -> str | None:
-        """Add a kernel's fastest correct configuration, or return the reason why there is none."""
+        """Add a kernel's fastest correct configuration, or return why there is none."""
         best: tuple[float, Config, Once] | None = None
         reasons = []
         try:
@@ -286,8 +288,8 @@ class _Contest:
                 calls = [functools.partial(multiply, self.x, w, None) for w in self.packed]
                 once = graphed(calls)
                 median = take_turns({name: once}, QUICK)[name].median
-            except Exception as error:  # too much shared memory, or a shape that is refused
-                # Cards with 99 KiB of shared memory (sm_86, 89, 120) skip some, which is no fault.
+            except Exception as error:  # such as too little shared memory, or an unsupported shape
+                # GPUs with 99 KiB of shared memory (sm_86, 89, 120) cannot run some configurations.
                 skipped = type(error).__name__ == "OutOfResources"
                 level = logging.DEBUG if skipped else logging.WARNING
                 log.log(level, "%s %s failed on this device: %s", name, config, error)
@@ -304,7 +306,7 @@ class _Contest:
     @property
     def _bucket(self) -> int:
         tokens = self.call.tokens
-        return next((limit for limit in BUCKETS if tokens <= limit), tokens)
+        return next((limit for limit in _BUCKETS if tokens <= limit), tokens)
 
     def _configs(self, name: str, kernel: Kernel) -> list[Config]:
         """Return the configuration that won at a similar number of tokens, else all."""
@@ -320,12 +322,12 @@ class _Contest:
             return [cusparselt.DEFAULT]
         if searched == cusparselt.DEFAULT:
             return [searched]
-        # The search times each algorithm a few times only, so its winner has to prove itself.
+        # The search times each algorithm only a few times, so its winner competes with the default.
         return [cusparselt.DEFAULT, searched]
 
 
 def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
-    """Return how a kernel's result is less exact than the dense product's, or `None`."""
+    """Return how a kernel's result is less exact than the dense product, `None` if it is not."""
     exact = x.float() @ dense.float().T
     if y.shape != exact.shape:
         return f"wrong result: its shape is {tuple(y.shape)}, not {tuple(exact.shape)}"

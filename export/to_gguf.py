@@ -19,8 +19,8 @@ _TYPES = ("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q4_0", "iq4_nl", "mxfp4
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Status 0: the file is written. 1: weights do not survive in the type. 2: a mistake of the
-    user's. But for 0 nothing is written.
+    Exit status 0: the file is written. 1: the type cannot hold the weights. 2: a user's mistake.
+    Only status 0 leaves a file.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
@@ -28,11 +28,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def convert(options: Namespace) -> Path:
-    """Write the file, and give its path.
+    """Write the GGUF file, and return its path.
 
     Raises:
-        FileExistsError: It exists, and may not be replaced.
-        FileNotFoundError: The checkpoint or the source is not there.
+        FileExistsError: The file exists, and may not be replaced.
+        FileNotFoundError: The checkpoint or the file of `--like` does not exist.
         DependencyError: The package gguf is not installed.
         FormatError, OptionError, ParityError: See `write_gguf`.
     """

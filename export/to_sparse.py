@@ -12,8 +12,8 @@ from mrp_lightning.cli.command import exit_on_mistake, make_parser
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Status 0: the export is written and equal to its source. 1: it is not equal. 2: a mistake of the
-    user's. 130 and 143: interrupted. But for 0 nothing is written.
+    Exit status 0: the export is written and equal to its source. 1: it differs. 2: a user's
+    mistake. 130 and 143: interrupted. Only status 0 leaves an export.
     """
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
         options = _parser().parse_args(args)
@@ -25,7 +25,7 @@ def main(args: Sequence[str] | None = None) -> None:
         names = {option.name for option in fields(PackingOptions)} - {"speed"}
         chosen = {name: getattr(options, name) for name in names}
         silence_transformers()
-        # SIGTERM ends it by an exception, so that what is half written is removed.
+        # SIGTERM raises an exception, so that incomplete files are removed.
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
             packing = PackingOptions(**chosen, speed=SpeedOptions.of(options))

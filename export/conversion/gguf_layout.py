@@ -28,7 +28,7 @@ _OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_
 """Metadata whose defaults are computed from the number of heads."""
 _OWN = ("general.architecture", "general.file_type", "general.quantization_version")
 
-Arrangement = Callable[[Tensor, int], Tensor]
+_Arrangement = Callable[[Tensor, int], Tensor]
 """How a parameter (as transformers has it) lies in a GGUF file; the number is that of its heads."""
 
 
@@ -100,7 +100,7 @@ class _Location:
 
     stored: str
     name: str
-    arrangement: Arrangement
+    arrangement: _Arrangement
 
     def arranged(self, parameter: Tensor, config: PreTrainedConfig) -> Tensor:
         return self.arrangement(parameter, _heads(self.stored, config))
@@ -143,7 +143,7 @@ def rotated(parameter: Tensor, heads: int) -> Tensor:
     return parameter.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-_ARRANGEMENTS: tuple[Arrangement, ...] = (
+_ARRANGEMENTS: tuple[_Arrangement, ...] = (
     lambda parameter, _: parameter,
     rotated,
     lambda parameter, _: parameter.T if parameter.ndim == 2 else parameter,  # Conv1D

@@ -20,7 +20,7 @@ from mrp_sparse.formats.grid import GRIDS, Grid
 
 AUTO = "auto"
 _FIRST = 4  # rows that decide quickly, in most cases, that a weight is not on a grid
-Array = np.ndarray[Any, Any]
+_Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class GgufType:
     name: str
     stored_as: GGMLQuantizationType
     file_type: LlamaFileType
-    pack: Callable[[Array, Array], Array] | None = None
+    pack: Callable[[_Array, _Array], _Array] | None = None
 
     @property
     def grid(self) -> Grid | None:
@@ -57,46 +57,46 @@ class Encoded:
             tensor is exact.
     """
 
-    content: Array
+    content: _Array
     kind: GgufType
     error: float = 0.0
 
 
-def _nibbles(codes: Array) -> Array:
+def _nibbles(codes: _Array) -> _Array:
     """Return the lower four bits of codes (n, 32): code j and code j + 16 share a byte."""
     low = codes.astype(np.uint8) & 15
     return low[:, :16] | (low[:, 16:] << 4)
 
 
-def _float16(scales: Array) -> Array:
+def _float16(scales: _Array) -> _Array:
     return scales.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
-def _q4_0(codes: Array, scales: Array) -> Array:
+def _q4_0(codes: _Array, scales: _Array) -> _Array:
     return np.hstack([_float16(scales), _nibbles(codes + 8)])
 
 
-def _q5_0(codes: Array, scales: Array) -> Array:
+def _q5_0(codes: _Array, scales: _Array) -> _Array:
     fifth = np.packbits(codes + 16 >= 16, axis=1, bitorder="little")
     return np.hstack([_float16(scales), fifth, _nibbles(codes + 16)])
 
 
-def _q8_0(codes: Array, scales: Array) -> Array:
+def _q8_0(codes: _Array, scales: _Array) -> _Array:
     return np.hstack([_float16(scales), codes.astype(np.int8).view(np.uint8)])
 
 
-def _iq4_nl(codes: Array, scales: Array) -> Array:
+def _iq4_nl(codes: _Array, scales: _Array) -> _Array:
     places = np.searchsorted(GRIDS["iq4_nl"].codebook, codes)
     return np.hstack([_float16(scales), _nibbles(places)])
 
 
-def _mxfp4(codes: Array, scales: Array) -> Array:
+def _mxfp4(codes: _Array, scales: _Array) -> _Array:
     sizes = np.searchsorted([0, 1, 2, 3, 4, 6, 8, 12], np.abs(codes))
     exponents = np.frexp(scales)[1] + 127  # the scale is 2^(exponent − 128)
     return np.hstack([exponents.astype(np.uint8), _nibbles(sizes + 8 * (codes < 0))])
 
 
-def _q3_k(codes: Array, scales: Array) -> Array:
+def _q3_k(codes: _Array, scales: _Array) -> _Array:
     units = GRIDS["q3_k"].units(torch.from_numpy(scales))
     assert units is not None
     unit = units[:, 0].numpy()

@@ -30,11 +30,11 @@ from mrp_sparse.huggingface import CONFIGS
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 from mrp_sparse.packed_linear import PackedLinear
 
-MIN_AGREEMENT = 0.995
+_MIN_AGREEMENT = 0.995
 """Part of the confident tokens at which the likeliest one has to be the same."""
-MAX_DIVERGENCE = 0.005
+_MAX_DIVERGENCE = 0.005
 """In nats. Sums in another order: 8e-5 to 2e-3 in bfloat16, below 3e-5 in float16."""
-MAX_PERPLEXITY_CHANGE = 0.001
+_MAX_PERPLEXITY_CHANGE = 0.001
 """As a part of the perplexity: rounding moves a perplexity of 2000 by more than one of 7."""
 MIN_TOKENS = 4096
 _WINDOW = 512
@@ -72,7 +72,7 @@ class TextParity:
     confident_agreement: float = 1.0
 
 
-def text_windows(
+def _text_windows(
     source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
 ) -> tuple[Tensor, str]:
     """Return windows of tokens and their origin: random ones for a model without a tokenizer."""
@@ -176,22 +176,22 @@ def text_failures(text: TextParity) -> list[str]:
     if text.bit_equal:
         return []
     failures = []
-    if not text.confident_agreement >= MIN_AGREEMENT:
+    if not text.confident_agreement >= _MIN_AGREEMENT:
         failures.append(
             f"the likeliest next token agrees at {text.confident_agreement:.2%} of the "
             f"{text.confident_tokens} tokens at which the source's margin exceeds rounding, less "
-            f"than {MIN_AGREEMENT:.1%}"
+            f"than {_MIN_AGREEMENT:.1%}"
         )
-    if not text.divergence <= MAX_DIVERGENCE:
+    if not text.divergence <= _MAX_DIVERGENCE:
         failures.append(
             f"the Kullback-Leibler divergence is {text.divergence:.2e} nats, more than "
-            f"{MAX_DIVERGENCE:.0e}"
+            f"{_MAX_DIVERGENCE:.0e}"
         )
     change = text.perplexity_after / text.perplexity_before - 1
-    if not abs(change) < MAX_PERPLEXITY_CHANGE:
+    if not abs(change) < _MAX_PERPLEXITY_CHANGE:
         failures.append(
             f"perplexity goes from {text.perplexity_before:.4f} to {text.perplexity_after:.4f}, "
-            f"a change of {MAX_PERPLEXITY_CHANGE:.1%} or more"
+            f"a change of {_MAX_PERPLEXITY_CHANGE:.1%} or more"
         )
     return failures
 
@@ -285,7 +285,7 @@ def check_parity(
         if not error.passes
     ]
     if not parity.failures and model is not None and _predicts_tokens(model):
-        windows, origin = text_windows(source, model, text)
+        windows, origin = _text_windows(source, model, text)
         compare = functools.partial(
             compare_text, windows=windows, origin=origin, device=device, track=track
         )

@@ -192,7 +192,7 @@ def check_arguments(command: str, args: Sequence[str]) -> None:
 
 
 def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
-    """Return whether a file before the command has sections for commands, as LightningCLI allows."""
+    """Return whether a file before the command has sections for commands, as in LightningCLI."""
     if any(arg.startswith("--print_") for arg in args):
         return True
     options = [arg for arg in args if arg not in commands]

@@ -32,7 +32,7 @@ _NO_PRUNING = (
 )
 
 
-class SaveConfigToLog(SaveConfigCallback):
+class _SaveConfigToLog(SaveConfigCallback):
     """Save the configuration next to the logs, if there are logs."""
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
@@ -41,7 +41,7 @@ class SaveConfigToLog(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
-class LightningParser(Parser, LightningArgumentParser):
+class _LightningParser(Parser, LightningArgumentParser):
     """The parser of every command line, with Lightning's additions."""
 
 
@@ -66,11 +66,11 @@ class PruningCLI(LightningCLI):
             TextDataModule if of_text else None,
             subclass_mode_model=own_model,
             trainer_class=Trainer,
-            save_config_callback=SaveConfigToLog,
+            save_config_callback=_SaveConfigToLog,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_class=LightningParser,
+            parser_class=_LightningParser,
             args=args,
             run=run,
         )

@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class PlannedLayer:
+class _PlannedLayer:
     """A layer that would be pruned; `kind` is the class of its module."""
 
     name: str
@@ -38,7 +38,7 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class _LeftOut:
     """A weight of two or more dimensions that would stay dense, and why."""
 
     name: str
@@ -48,7 +48,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Listing:
+class _Listing:
     """The output of `layers --json`.
 
     Attributes:
@@ -71,8 +71,8 @@ class Listing:
     pattern: str | None
     quantization: str | None
     blocks: list[dict[str, str]]
-    layers: list[PlannedLayer]
-    skipped: list[LeftOut]
+    layers: list[_PlannedLayer]
+    skipped: list[_LeftOut]
     totals: dict[str, Any]
     format_version: int = FORMAT_VERSION
 
@@ -101,14 +101,16 @@ def main(args: Sequence[str] | None = None) -> None:
         raise TargetError(f"`model`: {problem}")
     chosen = ("targets", "ignore", "blocks", "skip_indivisible")
     choices = {name: getattr(options, name) for name in chosen}
-    listing = list_layers(model, options.model, pattern, **choices)
+    listing = _list_layers(model, options.model, pattern, **choices)
     if options.json:
         sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
     else:
-        print_listing(listing)
+        _print_listing(listing)
 
 
-def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choices: Any) -> Listing:
+def _list_layers(
+    model: nn.Module, source: str, pattern: Pattern | None, **choices: Any
+) -> _Listing:
     """List the layers of a model that `make_plan` would prune, and all its other weights.
 
     Args:
@@ -120,7 +122,7 @@ def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choice
     plan = make_plan(model, pattern or Unstructured(0.5), allow_meta=True, **choices)
     places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
     layers = [
-        PlannedLayer(
+        _PlannedLayer(
             layer.name,
             type(layer.module).__name__,
             list(layer.weight.shape),
@@ -132,7 +134,7 @@ def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choice
     pruned = sum(layer.parameters for layer in layers)
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Listing(
+    return _Listing(
         model=source,
         model_class=type(model).__name__,
         pattern=None if pattern is None else str(pattern),
@@ -152,7 +154,7 @@ def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choice
     )
 
 
-def print_listing(listing: Listing) -> None:
+def _print_listing(listing: _Listing) -> None:
     """Print the listing as tables; blocks that differ only in their numbers share a row."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     classes = sorted({block["class"] for block in listing.blocks})
@@ -194,7 +196,7 @@ def _parser() -> Any:
     return parser
 
 
-def _left_out(model: nn.Module, plan: Plan) -> list[LeftOut]:
+def _left_out(model: nn.Module, plan: Plan) -> list[_LeftOut]:
     """Return the skipped layers of the plan and all other weights of two or more dimensions."""
     pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
     pruned |= {id(layer.parameter) for layer in plan.outside}
@@ -217,7 +219,7 @@ def _left_out(model: nn.Module, plan: Plan) -> list[LeftOut]:
                 chosen = "left out by `targets` or `ignore`"
                 outside = "outside the blocks; `targets` can name it"
                 reason = chosen if id(module) in inside else outside
-            rows.append(LeftOut(weight, list(parameter.shape), parameter.numel(), reason))
+            rows.append(_LeftOut(weight, list(parameter.shape), parameter.numel(), reason))
     return rows
 
 

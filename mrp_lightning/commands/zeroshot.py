@@ -52,11 +52,11 @@ def main(args: Sequence[str] | None = None) -> None:
         model.model, model.tokenizer, tasks, batch_size=options.batch_size, limit=options.limit
     )
     summary = summarize(results)
-    print_results(options.model, summary)
+    _print_results(options.model, summary)
     _write(options, results, summary)
 
 
-def print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
+def _print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
     """Print every metric with its standard error, and the mean of the accuracies."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(title=model, title_justify="left")

@@ -31,7 +31,7 @@ def perplexity(value: float) -> str:
 @_of_finite
 def relative_loss(value: float) -> str:
     """Format a fraction with four decimals, or with three digits if it is below 0.001."""
-    return f"{value:.4f}" if value == 0 or value >= 0.001 else scientific(value, 2)
+    return f"{value:.4f}" if value == 0 or value >= 0.001 else _scientific(value, 2)
 
 
 @_of_finite
@@ -81,7 +81,7 @@ def duration(value: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def scientific(value: float, decimals: int = 1) -> str:
+def _scientific(value: float, decimals: int = 1) -> str:
     """Format a number with an exponent and a non-breaking minus sign."""
     return f"{value:.{decimals}e}".replace("e-", "e−")
 

@@ -39,7 +39,7 @@ from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.targets.blocks import without_numbers
 
-LAYER_ROWS = 2000
+_LAYER_ROWS = 2000
 """The largest number of layer rows on a page; with more, layers are not listed."""
 
 _FEW_TOKENS = 4  # tokens per input feature below which a note advises more
@@ -80,7 +80,7 @@ class Page(NamedTuple):
     pictures: dict[str, Picture]
 
 
-class HeadValue(NamedTuple):
+class _HeadValue(NamedTuple):
     """A value at the head of a page: its label, and how it was measured."""
 
     label: str
@@ -88,7 +88,7 @@ class HeadValue(NamedTuple):
     detail: str
 
 
-class NextStep(NamedTuple):
+class _NextStep(NamedTuple):
     """A recommendation, and the command that follows it."""
 
     text: str
@@ -116,11 +116,11 @@ def make_page(
         sections.append(
             {
                 "id": f"model-{id_}",
-                "title": title_of(model),
+                "title": _title_of(model),
                 "headline": list(headline(frame)),
                 "notes": notes(model),
                 "parts": parts_of(frame),
-                "steps": list(next_steps(frame)),
+                "steps": list(_next_steps(frame)),
                 "num_runs": len(model.runs),
             }
         )
@@ -210,7 +210,7 @@ def parts_of(frame: ScoreFrame) -> list[Part]:
     return [part for part in parts if part]
 
 
-def title_of(model: ModelRuns) -> str:
+def _title_of(model: ModelRuns) -> str:
     """Return the title of a model: setting and method of one group, a summary of several."""
     if not model.groups:
         return model.name
@@ -224,7 +224,7 @@ def title_of(model: ModelRuns) -> str:
     return f"{model.name}, {settings} by {methods}"
 
 
-def headline(frame: ScoreFrame) -> Iterator[HeadValue]:
+def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
     """Yield all values of a single group, or the best perplexity (else loss) of each setting."""
     model = frame.model
     texts = [score for score in frame.scores if score.is_perplexity]
@@ -238,7 +238,7 @@ def headline(frame: ScoreFrame) -> Iterator[HeadValue]:
     if not model.groups:
         for text in texts:
             value = frame.texts.loc[("", "dense"), text]
-            yield HeadValue(f"Perplexity on {named(text.of)}", value, _measured(frame, text))
+            yield _HeadValue(f"Perplexity on {named(text.of)}", value, _measured(frame, text))
     for setting, groups in model.by_setting().items():
         means = frame.means.loc[[(group.setting, group.label) for group in groups]]
         finite = means.map(lambda value: value if isfinite(value) else None).astype(float)
@@ -251,11 +251,11 @@ def headline(frame: ScoreFrame) -> Iterator[HeadValue]:
                 else:
                     value = frame.texts.loc[(setting, best.label), score]
                     label = f"{setting}, relative layer loss"
-                    yield HeadValue(label, value, f"lowest: {best.label}")
+                    yield _HeadValue(label, value, f"lowest: {best.label}")
                 break
 
 
-def _perplexity(frame: ScoreFrame, group: RunGroup, text: Score, label: str) -> HeadValue:
+def _perplexity(frame: ScoreFrame, group: RunGroup, text: Score, label: str) -> _HeadValue:
     pruned = float(frame.means.loc[(group.setting, group.label), text])
     dense = float(frame.means[text].get(("", "dense"), float("nan")))
     value = text.write(pruned)
@@ -265,7 +265,7 @@ def _perplexity(frame: ScoreFrame, group: RunGroup, text: Score, label: str) -> 
         change = numbers.signed(100 * (pruned / dense - 1), "{:.1f}%".format)
         details += [change] if isfinite(pruned) else []
     details += [f"mean of {len(group.runs)} runs"] if len(group.runs) > 1 else []
-    return HeadValue(label, value, ", ".join([*details, _measured(frame, text)]))
+    return _HeadValue(label, value, ", ".join([*details, _measured(frame, text)]))
 
 
 def _measured(frame: ScoreFrame, text: Score) -> str:
@@ -273,27 +273,27 @@ def _measured(frame: ScoreFrame, text: Score) -> str:
     return context + frame.detail(text)
 
 
-def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[HeadValue]:
+def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[_HeadValue]:
     report = group.runs[0].report
     assert report is not None  # groups consist of pruned runs
     totals, key = report.totals, (group.setting, group.label)
     loss = frame.texts.loc[key].get(RELATIVE_LOSS, MISSING) or MISSING
-    yield HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
+    yield _HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
-    yield HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)
+    yield _HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)
     if bits := report.config.get("bits"):
         lost, by_grid = report.losses
         share = f"{by_grid / lost:.0%} of the layers' loss is the grid's" if lost else ""
-        yield HeadValue("Bits of a kept weight", numbers.count(bits), share)
+        yield _HeadValue("Bits of a kept weight", numbers.count(bits), share)
     for copy in frame.model.groups:
         exported = copy.runs[0].exported
         if sizes := [run.weight_bytes for run in copy.runs if run.weight_bytes]:
             label = f"Weight files, {exported}" if exported else "Weight files"
             detail = "" if exported else "with the removed weights as zeros"
-            yield HeadValue(label, numbers.memory(fmean(sizes)), detail)
+            yield _HeadValue(label, numbers.memory(fmean(sizes)), detail)
     seconds = numbers.duration(float(frame.means.loc[key].get(SECONDS, 0.0)))
-    yield HeadValue("Time to prune", seconds, "with calibration")
+    yield _HeadValue("Time to prune", seconds, "with calibration")
 
 
 def results_part(frame: ScoreFrame) -> Part | None:
@@ -433,7 +433,7 @@ def _text_notes(model: ModelRuns) -> Iterator[Note]:
             )
 
 
-def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
+def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
     """Yield recommendations after a single result; none if several are compared."""
     model = frame.model
     if len(model.originals) != 1:
@@ -441,33 +441,33 @@ def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
     run = model.originals[0].runs[0]
     directory = shlex.quote(str(run.directory))
     if not run.complete:
-        yield NextStep("Run the same command again: it goes on at the block where this run ended.")
+        yield _NextStep("Run the same command again: it goes on at the block where this run ended.")
         return
     if not run.evaluation.perplexity:
         test = f"python -m mrp_lightning test --model.model {directory}"
-        yield NextStep("Measure its perplexity on your text, which is kept beside it.", test)
+        yield _NextStep("Measure its perplexity on your text, which is kept beside it.", test)
     elif model.dense is None:
         source = shlex.quote(str(run.config.get("base_model") or "MODEL"))
         dense = shlex.quote(str(run.directory.parent / "dense"))
         save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={dense}"
         test = f"python -m mrp_lightning test --model.model {source} {save}"
-        yield NextStep("Measure the dense model, too, which this page then compares with.", test)
+        yield _NextStep("Measure the dense model, too, which this page then compares with.", test)
     tokens = {x: (x.tokens or 0) / x.shape[1] for x in run.pruned_layers if not x.shared_hessian}
     if tokens and 0 < (least := min(tokens.values())) < _FEW_TOKENS:
         layer = min(tokens, key=lambda layer: tokens[layer])
-        yield NextStep(
+        yield _NextStep(
             f"Calibrate on more text, by `num_samples`: {layer.name} saw {least:.1f} tokens "
             "for each of its input features."
         )
     if run.config.get("target") != "dense" and not run.config.get("tuning"):
-        yield NextStep(
+        yield _NextStep(
             "Where it lost too much: aim at the dense model's outputs and tune each block. It "
             "takes several times as long, and calibration text like yours matters the more.",
             "python -m mrp_lightning predict --config configs/recipes/best.yaml …",
         )
     if not any(copy.exported for other in model.groups for copy in other.runs):
         pack = f"python -m export.to_sparse {directory}"
-        yield NextStep("Pack it: its files become smaller, and its layers faster to decode.", pack)
+        yield _NextStep("Pack it: its files become smaller, and its layers faster to decode.", pack)
 
 
 def _dense_part(model: ModelRuns) -> Part | None:
@@ -514,10 +514,10 @@ def _settings_part(model: ModelRuns) -> Part:
     folds.append(Part("Versions", tables=[libraries]))
     originals = [run for group in model.originals for run in group.runs]
     text, number = "", sum(len(run.layers) for run in originals)
-    if number > LAYER_ROWS:
+    if number > _LAYER_ROWS:
         text = (
             f"The {number:,} layers of these runs are in the raw data; the page of a single run "
-            f"lists them if they are at most {LAYER_ROWS:,}."
+            f"lists them if they are at most {_LAYER_ROWS:,}."
         )
     else:
         folds += [Part(f"Layers of {run.name}", tables=[_layer_table(run)]) for run in originals]

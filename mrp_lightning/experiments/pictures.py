@@ -181,7 +181,7 @@ def draw_lines(
             if len(line):
                 ends[label] = (float(line.index[-1]), float(line.iloc[-1]), str(style["color"]))
         if across is None:
-            set_block_axis(axes, list(values.index))
+            _set_block_axis(axes, list(values.index))
         elif is_number:
             set_value_axis(axes, "x", positions, zero=False)
         else:
@@ -227,7 +227,7 @@ def draw_map(
         left: Any = {"hatch": "////", "fill": False, "edgecolor": MUTED, "linewidth": 0}
         for row, column in hatched:
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **left))
-        set_block_axis(axes, blocks)
+        _set_block_axis(axes, blocks)
         set_name_axis(axes, list(cells.index))
         axes.grid(False)
         axes.spines[:].set_visible(False)
@@ -305,7 +305,7 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None
         axes.annotate("\n".join(broken[name]), (x, y), (1.03, height), arrowprops=rule, **how)
 
 
-def set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
+def _set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
     """Show blocks from left to right, with a rule and a name for each stack if there are several.
 
     A block is called by its stack and its number, such as `model.layers.3`; the empty name stands

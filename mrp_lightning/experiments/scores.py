@@ -338,7 +338,7 @@ def write_tables(models: Sequence[ModelRuns], directory: Path) -> str:
     """Write `results.csv`, `results.json` and `results.md`, and return the text of the last."""
     check_tables(directory)
     frames = [ScoreFrame(model) for model in models]
-    rows = [row for frame in frames for row in score_rows(frame)]
+    rows = [row for frame in frames for row in _score_rows(frame)]
     table = pd.DataFrame(rows, dtype=object)  # whole numbers stay whole
     content = {"format_version": 1, "results": rows, "versions": versions()}
     save_ours(directory / "results.csv", table.to_csv(index=False, lineterminator="\n"))
@@ -352,7 +352,7 @@ def write_tables(models: Sequence[ModelRuns], directory: Path) -> str:
     return text
 
 
-def score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
+def _score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
     """Yield a row for each group and score, for programs."""
     for group in frame.model.rows:
         trial = group.trial

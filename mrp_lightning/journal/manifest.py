@@ -23,10 +23,10 @@ from mrp_lightning.json_files import as_dataclass, read_json
 from mrp_lightning.processes import Processes
 from mrp_sparse.upstream import attention_of
 
-SHA256 = "sha256:"
+_DIGEST_PREFIX = "sha256:"
 """The prefix of digests, which replace values that are too long to show."""
 
-WITHOUT_A_SAY = frozenset(
+_WITHOUT_EFFECT = frozenset(
     {
         "enable_progress_bar",
         "journal_beside",  # an argument of earlier versions, in their manifests
@@ -40,9 +40,9 @@ WITHOUT_A_SAY = frozenset(
 """Options that do not affect the result of a run, only where it is computed and stored."""
 
 
-def with_a_say(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect the result, by name or dotted key."""
-    return {k: v for k, v in settings.items() if k.rpartition(".")[2] not in WITHOUT_A_SAY}
+    return {k: v for k, v in settings.items() if k.rpartition(".")[2] not in _WITHOUT_EFFECT}
 
 
 def differences(
@@ -58,7 +58,7 @@ def differences(
         defaults: The defaults of settings, by name. A setting that `earlier` lacks did not exist
             then, and counts as its default.
     """
-    earlier, now = with_a_say(earlier), with_a_say(now)
+    earlier, now = _with_effect(earlier), _with_effect(now)
     added = [name for name in now if name not in earlier]
     known = defaults(added) if added else {}
     return [
@@ -69,7 +69,7 @@ def differences(
 
 
 def _difference(name: str, was: Any, is_: Any) -> str:
-    if all(isinstance(value, str) and value.startswith(SHA256) for value in (was, is_)):
+    if all(isinstance(value, str) and value.startswith(_DIGEST_PREFIX) for value in (was, is_)):
         return f"`{name}` differ"
     return f"`{name}` was {_shown(was)}, is {_shown(is_)}"
 
@@ -178,7 +178,7 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
         sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         sha256.update(data.numpy().data)
-    return SHA256 + sha256.hexdigest()
+    return _DIGEST_PREFIX + sha256.hexdigest()
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -214,7 +214,7 @@ def fingerprint(
     computed = [(forward_of(config), _NOTHING) for config in configurations]
     here = versions()
     return {
-        **with_a_say(settings),
+        **_with_effect(settings),
         "configuration of the model": digest(computed) if computed else None,
         WEIGHTS: digest(weights),
         "calibration data": together(processes.all(digest_of(batches))),

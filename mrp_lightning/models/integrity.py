@@ -63,7 +63,7 @@ def why_no_pickle(file: Path) -> str | None:
     return None
 
 
-MOST_MODULES = 4096
+_MOST_MODULES = 4096
 """The largest plausible number of layers, blocks or experts of one kind; published models have some
 hundreds."""
 _MOST_LABELS = 10**6
@@ -97,7 +97,7 @@ def _problems(values: Mapping[Any, Any], above: str) -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from _problems(value, f"{name}.")
             continue
-        most = _MOST_LABELS if key == "num_labels" else MOST_MODULES
+        most = _MOST_LABELS if key == "num_labels" else _MOST_MODULES
         is_count = key == "num_labels" or _COUNT.search(str(key))
         if is_count and (largest := max(_integers(value), default=0)) > most:
             yield f"`{name}` is {largest:,}, expected at most {most:,}"

@@ -35,7 +35,7 @@ _REST = ""
 """The key, in place of a block's name, of the weights that are in no block."""
 
 
-class Narrowing(Protocol):
+class _Narrowing(Protocol):
     """Makes blocks smaller as they are saved, and the model once all of them are."""
 
     def configured(self) -> AbstractContextManager[None]:
@@ -80,7 +80,7 @@ class StreamedBlocks(MovedBlocks):
     ) -> None:
         super().__init__(blocks.values())
         self.blocks, self.shards = dict(blocks), dict[str, Path]()
-        self.narrowing: Narrowing | None = None
+        self.narrowing: _Narrowing | None = None
         self._model, self._loading = model, loading
         self._names = {module: name for name, module in blocks.items()}
         if not blocks:

@@ -56,9 +56,9 @@ class ScaleType:
         return self.round(torch.ldexp(mantissas, exponents - self.significant))
 
 
-FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
-BFLOAT16 = ScaleType(8)
-POWER_OF_TWO = ScaleType(1, 2.0**-126, 2.0**126)
+_FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
+_BFLOAT16 = ScaleType(8)
+_POWER_OF_TWO = ScaleType(1, 2.0**-126, 2.0**126)
 
 
 @dataclass(frozen=True)
@@ -395,14 +395,14 @@ _INT4, _INT8 = tuple(range(-8, 8)), tuple(range(-127, 128))
 GRIDS = {
     str(grid): grid
     for grid in (
-        Grid(3, 16, tuple(range(-4, 4)), FLOAT16, "q3_k", steps=(-32, 31), together=16),
-        Grid(4, 32, _INT4, FLOAT16, "q4_0"),
-        Grid(5, 32, tuple(range(-16, 16)), FLOAT16, "q5_0"),
-        Grid(8, 32, _INT8, FLOAT16, "q8_0"),
-        Grid(4, 32, _IQ4_NL, FLOAT16, "iq4_nl"),
-        Grid(4, 32, _FP4, POWER_OF_TWO, "mxfp4"),
-        *(Grid(4, size, _INT4, BFLOAT16, f"int4-g{size}") for size in (32, 64, 128)),
-        *(Grid(8, size, _INT8, BFLOAT16, f"int8-g{size}") for size in (32, 64, 128)),
+        Grid(3, 16, tuple(range(-4, 4)), _FLOAT16, "q3_k", steps=(-32, 31), together=16),
+        Grid(4, 32, _INT4, _FLOAT16, "q4_0"),
+        Grid(5, 32, tuple(range(-16, 16)), _FLOAT16, "q5_0"),
+        Grid(8, 32, _INT8, _FLOAT16, "q8_0"),
+        Grid(4, 32, _IQ4_NL, _FLOAT16, "iq4_nl"),
+        Grid(4, 32, _FP4, _POWER_OF_TWO, "mxfp4"),
+        *(Grid(4, size, _INT4, _BFLOAT16, f"int4-g{size}") for size in (32, 64, 128)),
+        *(Grid(8, size, _INT8, _BFLOAT16, f"int8-g{size}") for size in (32, 64, 128)),
     )
 }
 """The grids of engines by name: llama.cpp's types with one scale a group, and the integers of
