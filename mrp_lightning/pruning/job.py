@@ -54,9 +54,10 @@ class BlockTuning:
     the dense model.
     Only the kept weights of pruned layers change; removed weights stay zero. Where weights are put
     on a grid and none are removed, only the scales change, by ten times the learning rate relative
-    to their size; the codes stay. Some windows are held out: the epoch with the lowest error on
-    them is chosen, or the untuned block if no epoch is better. Tuning costs about 3·epochs forwards
-    of the calibration data, and memory for five copies of one block's weights in float32.
+    to their size, and the error of each token is relative to its own ‖y_d‖²; the codes stay. Some
+    windows are held out: the epoch with the lowest error on them is chosen, or the untuned block if
+    no epoch is better. Tuning costs about 3·epochs forwards of the calibration data, and memory for
+    five copies of one block's weights in float32.
 
     Args:
         epochs: The number of passes over the calibration windows, ≥ 1.

@@ -60,16 +60,27 @@ def test_gradients_and_weights_are_those_of_scales(grid):
 def test_a_tuned_run_has_the_codes_of_one_that_is_not(tiny_llama, tmp_path):
     windows = torch.randint(3, 2000, (16, 32), generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(windows, batch_size=4)
-    weights, tuning = [], BlockTuning(epochs=3, learning_rate=1e-3, batch_size=4)
+    dense = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    models, tuning = [], BlockTuning(epochs=3, learning_rate=1e-3, batch_size=4)
     for k, options in enumerate(({}, {"tuning": tuning})):
         callback = MRPCallback(grid="q4_0", save_dir=tmp_path / str(k), **options)
         trainer = Trainer(**QUIET, enable_model_summary=False)
         trainer.predict(CausalLM(tiny_llama), loader, callbacks=[callback])
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(k))
-        weights.append(loaded.model.layers[0].mlp.gate_proj.weight.detach())
+        models.append(AutoModelForCausalLM.from_pretrained(tmp_path / str(k)))
+    weights = [model.model.layers[0].mlp.gate_proj.weight.detach() for model in models]
     codes, scales = zip(*(GRIDS["q4_0"].decompose(weight) for weight in weights), strict=True)
     assert torch.equal(*codes)
     assert not torch.equal(*scales)
     first = callback.report.blocks[0]
     assert first.epoch
     assert first.error_after < first.error_before
+    # On the last tenth of the windows, relative to the size of each token.
+    with torch.no_grad():
+        hidden = [
+            model(windows[-2:], output_hidden_states=True).hidden_states[1]
+            for model in (dense, *models)
+        ]
+    size = hidden[0].square().sum(-1)
+    before, after = ((x - hidden[0]).square().sum(-1).div(size).mean() for x in hidden[1:])
+    assert first.error_before == pytest.approx(float(before), rel=1e-3)
+    assert first.error_after == pytest.approx(float(after), rel=1e-3)
