@@ -1,1 +1,1 @@
-"""A checkpoint is packed, and the packed one is checked to compute the same before it is kept."""
+"""Convert a pruned checkpoint, and verify that the result computes the same."""

@@ -33,7 +33,7 @@ from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.plan import not_finite
 
 Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
-"""Iterates with a bar: takes the items, their number if it is known, and a description."""
+"""Called with items, their number if known, and a description: iterates with a progress bar."""
 
 
 def silently(items: Iterable[Any], total: int | None, description: str) -> Iterable[Any]:
@@ -44,7 +44,7 @@ def silently(items: Iterable[Any], total: int | None, description: str) -> Itera
 
 @contextmanager
 def bars() -> Iterator[Track]:
-    """Show a bar on standard error for each iteration; none where that is not a terminal."""
+    """Show a progress bar on standard error for each iteration, if that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     off = not sys.stderr.isatty()
@@ -55,7 +55,7 @@ def bars() -> Iterator[Track]:
 
 
 def silence_transformers() -> None:
-    """Silence transformers' messages about each file; its bars are for terminals only."""
+    """Silence transformers' messages about each file, and its bars without a terminal."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -67,10 +67,10 @@ _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", "
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights, by the name of the safetensors file that will be written in its place.
+    """A file of weights.
 
-    Its metadata are those of a safetensors file. The names of its tensors are `None` if they are
-    not known before it is read.
+    `name` is that of the safetensors file that will replace it, and `metadata` that of the
+    safetensors header. The names of its tensors are `None` if they are unknown before it is read.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Checkpoint:
 
     Attributes:
         path: The directory or file that the user named.
-        config: The content of its `config.json`; empty for the weights of a user's own module, of
-            which only its `pruning_report.json` gives the names.
+        config: The content of `config.json`; empty for a user's own module, whose layers only
+            `pruning_report.json` names.
         files: The files of weights.
         companions: All other files, relative to `path`: tokenizer, chat template, reports.
     """
@@ -99,13 +99,13 @@ class Checkpoint:
 
     @property
     def num_tensors(self) -> int | None:
-        """Number of tensors; `None` where only reading them would tell."""
+        """The number of tensors; `None` if only reading the files would tell."""
         names = [file.names for file in self.files]
         return None if None in names else sum(len(of_file or ()) for of_file in names)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files of weights, in bytes."""
+        """The size of the weight files in bytes."""
         return sum(file.num_bytes for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -114,12 +114,16 @@ class Checkpoint:
             yield from file.read().items()
 
     def pretrained_config(self) -> PreTrainedConfig:
-        """Return the configuration as an object of transformers, or raise a FormatError."""
+        """Return the configuration as a transformers object.
+
+        Raises:
+            FormatError: transformers does not know the configuration.
+        """
         try:
             if self.path.is_dir():
                 return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             return AutoConfig.for_model(**self.config)
-        except Exception as error:  # each configuration checks its values in its own way
+        except Exception as error:  # of any type, from the model's own checks
             raise FormatError(
                 f"{self.path}: transformers does not know this configuration (`model_type` "
                 f"{self.config.get('model_type')!r}), and code of the checkpoint is never run: "
@@ -135,7 +139,7 @@ class Checkpoint:
         config = self.pretrained_config()
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
-        options["ignore_mismatched_sizes"] = True  # `misfits` names them
+        options["ignore_mismatched_sizes"] = True  # `misfits` reports them
         source = self.path if self.path.is_dir() else None
         if source is None:
             options |= {"config": config, "state_dict": dict(self.tensors())}
@@ -148,13 +152,13 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Find the weights of a Hugging Face directory, or of a Lightning checkpoint of a `CausalLM`.
 
-    A directory without a `config.json` is one of a user's own module, as pruning writes it. Nothing
-    is unpickled but tensors and plain containers.
+    A directory without `config.json` is that of a user's own module, as pruning writes it. Only
+    tensors and plain containers are unpickled.
 
     Raises:
-        FileNotFoundError: Nothing of that kind is there.
-        FormatError: The files are damaged, incomplete, absurd, or hold something else, such as an
-            adapter; or links in the directory lead out of it.
+        FileNotFoundError: The path is none of these.
+        FormatError: The files are damaged, incomplete or implausible, or hold something else, such
+            as an adapter; or links in the directory lead outside.
     """
     path = Path(path).expanduser()
     if path.suffix == ".ckpt" and path.is_file():
@@ -178,7 +182,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             "an index of their shards."
         )
     opened = [weight_file(file) for file in files]
-    if len(opened) == 1:  # its index, if it has one, is not written again
+    if len(opened) == 1:  # an index of one file is not written again
         opened = [replace(opened[0], name="model.safetensors")]
     return Checkpoint(path, config, opened, _companions(path))
 
@@ -187,7 +191,7 @@ def weight_file(file: Path) -> WeightFile:
     """Open a file of weights.
 
     Raises:
-        FormatError: It is a safetensors file that is damaged.
+        FormatError: The file is a damaged safetensors file.
     """
     num_bytes = file.stat().st_size
     if file.suffix != ".safetensors":
@@ -229,7 +233,7 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
 def _companions(path: Path) -> list[Path]:
     """List the other files of a directory, with weights of a sentence encoder's further modules.
 
-    They are copied, and the copy may be published, so links that lead elsewhere are refused.
+    They will be copied, and copies may be published, so links that lead outside raise.
     """
     modules = (path / "modules.json").is_file()
     files = []
@@ -241,7 +245,7 @@ def _companions(path: Path) -> list[Path]:
         if not replaced:
             files.append(relative)
     inside = [path.resolve()]
-    if inside[0].parent.name == "snapshots":  # of the hub's cache, where every file is a link
+    if inside[0].parent.name == "snapshots":  # in the hub's cache, every file is a link
         inside.append(inside[0].parents[1] / "blobs")
     if outside := [
         f"{file} → {(path / file).resolve()}"
@@ -258,13 +262,13 @@ def _companions(path: Path) -> list[Path]:
 def require_finite(
     tensors: Iterable[tuple[str, Tensor]], path: Path, is_parameter: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass the tensors of a checkpoint on, and refuse it at their end if they are not finite.
+    """Yield the tensors of a checkpoint, and raise at the end if some are not finite.
 
-    Only parameters must be free of Inf, which some buffers hold by design, such as masks. Values of
-    dtypes that torch cannot look into, such as packed ones of four bits, are not looked at.
+    Only parameters must be free of Inf, since some buffers, such as masks, hold Inf by design.
+    Dtypes that torch cannot check, such as packed four-bit types, are not checked.
 
     Raises:
-        FormatError: All tensors with such values are named.
+        FormatError: Tensors are not finite. The message names all of them.
     """
     counts = {}
     for name, tensor in tensors:

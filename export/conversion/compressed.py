@@ -1,8 +1,8 @@
 """Write a pruning with bits as compressed-tensors' `pack-quantized`, which vLLM and SGLang run.
 
-Each weight is stored as whole numbers of 4 or 8 bits, eight or four in an int32, with a scale in
-the model's dtype for each row and group of columns. It is lossless: a checkpoint whose weights are
-no such numbers is refused, and what is written is read back and compared bit by bit.
+Each weight is stored as integers of 4 or 8 bits, eight or four in an int32, with a scale in the
+model's dtype for each row and group of columns. The export is lossless: a checkpoint whose weights
+are not on such a grid raises, and the written files are read back and compared bit by bit.
 """
 
 import math
@@ -25,7 +25,7 @@ from mrp_sparse.formats.grid import Grid, ScaleType
 
 FORMAT = "compressed-tensors"
 _GROUPS = (128, 64, 32)
-"""The groups that engines' kernels take, the largest first; a group may also be a whole row."""
+"""The group sizes that engines' kernels support, largest first; a whole row is another."""
 _BITS = (4, 8)
 
 
@@ -69,7 +69,7 @@ class Compressed:
 def choose_compressed(
     checkpoint: Checkpoint, skip: Sequence[str] = (), track: Track = silently
 ) -> Compressed:
-    """Find codes of 4 or, if these are too few, 8 bits for the layers that a report lists.
+    """Find codes of 4 bits, or else of 8 bits, for the layers that a report lists.
 
     Args:
         checkpoint: The directory of a pruning with `bits` or `grid`.
@@ -78,7 +78,8 @@ def choose_compressed(
 
     Raises:
         OptionError: The module is the user's own.
-        PatternError: The run had no bits, or weights are no such numbers; all layers are listed.
+        PatternError: The run had no bits, or weights are not on such a grid. The message lists all
+            layers.
         TargetError: A pattern in `skip` matches nothing.
         FormatError: The checkpoint is quantized already or damaged.
     """
@@ -130,7 +131,7 @@ def choose_compressed(
 
 
 def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> Iterator[str]:
-    """Write the checkpoint into an empty directory; yields the names of layers one by one."""
+    """Write the checkpoint into an empty directory, yielding layers' names as they go."""
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         codes, scales = chosen.grid(layer.shape, layer.dtype).decompose(tensor)
@@ -145,10 +146,10 @@ def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
 
 
 def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> None:
-    """Read what was written, and compare it bit by bit with the source.
+    """Read the written files, and compare them bit by bit with the source.
 
     Raises:
-        ParityError: Some tensor differs; all are named.
+        ParityError: Tensors differ.
     """
     written = dict(open_checkpoint(directory).tensors())
     packed = {layer.tensor: layer for layer in chosen.layers}
@@ -161,7 +162,8 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
             codes = _unpack(written[f"{start}weight_packed"], chosen.bits)
             scales = written[f"{start}weight_scale"]
             width = chosen.grid(layer.shape, layer.dtype).group_size
-            # As compressed-tensors dequantises: codes in the dtype of scales, one rounding.
+            # As in compressed-tensors: codes in the dtype of the scales, multiplied with one
+            # rounding.
             other = codes.to(scales.dtype) * scales.repeat_interleave(width, 1)
         if other is None or not torch.equal(other, tensor):
             different.append(name)
@@ -173,7 +175,7 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
 
 
 def _group_size(size: int, layers: Sequence[nn.Linear]) -> int:
-    """Return the largest group of the engines that a run's groups are made of, −1 for rows."""
+    """Return the largest supported group size that divides a run's groups, −1 for whole rows."""
     if layers and all(layer.in_features <= size for layer in layers):
         return -1
     for group in _GROUPS:
@@ -194,7 +196,7 @@ def _grid(bits: int, group_size: int, columns: int, dtype: torch.dtype) -> Grid:
 
 
 def _off(weight: Tensor, bits: int, group_size: int) -> str | None:
-    """Return how many groups of a weight have no codes of so many bits; None if all have."""
+    """Return how many groups of a weight are off the grid of `bits` bits; None if all are on it."""
     grid = _grid(bits, group_size, weight.shape[1], weight.dtype)
     fits = grid.fit(weight)[2]
     missing = int((~fits).sum())

@@ -1,6 +1,6 @@
 """The layout in GGUF files of the architectures that most models have, and of their tokenizers.
 
-It is what llama.cpp's converter writes of the same checkpoint. Architectures and tokenizers that
+It equals that of llama.cpp's converter for the same checkpoint. Architectures and tokenizers that
 are not listed here need a GGUF file of the model; see `gguf_layout`.
 """
 
@@ -26,10 +26,10 @@ class Family:
     """The architecture of some model types.
 
     Attributes:
-        architecture: llama.cpp's name.
-        rotates: Whether the rows of queries and keys are interleaved there.
+        architecture: llama.cpp's name of the architecture.
+        rotates: Whether the rows of queries and keys are interleaved in the file.
         adds_one: Whether norms multiply by one plus their weight.
-        fields: Adds what the architecture has beside the common sizes.
+        fields: Adds metadata beyond the common sizes to a writer.
     """
 
     architecture: str
@@ -45,7 +45,7 @@ def _soft_caps(writer: GGUFWriter, config: PreTrainedConfig) -> None:
 
 
 def _window(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    # llama.cpp divides scores by the square root of the width of a head, but for Gemma's largest.
+    # llama.cpp divides scores by √head_dim, except for the largest Gemma.
     if config.query_pre_attn_scalar != config.head_dim:
         raise OptionError(
             f"`query_pre_attn_scalar` {config.query_pre_attn_scalar} is not the `head_dim` "
@@ -126,7 +126,7 @@ Tables = dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]
 
 
 def _positions(config: PreTrainedConfig, model: Any) -> tuple[Callable[[GGUFWriter], None], Tables]:
-    """Return what adds the rotary frequencies to a writer, and the table that they may need."""
+    """Return a function that writes the rotary frequencies, and the table that they need."""
     parameters: dict[str, Any] = config.rope_parameters
     if "full_attention" in parameters:  # llama.cpp has the local frequencies of Gemma 3 built in
         local = parameters["sliding_attention"]
@@ -158,11 +158,11 @@ _SPLITS = {
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}": "qwen2",
 }
-"""llama.cpp's names of the ways to split a text into words, by their regular expressions."""
+"""llama.cpp's names of pre-tokenizers, by their regular expressions."""
 
 
 def _tokenizer(checkpoint: Checkpoint, config: PreTrainedConfig) -> Callable[[GGUFWriter], None]:
-    """Return what adds the tokenizer of a checkpoint to a writer.
+    """Return a function that adds the tokenizer of a checkpoint to a writer.
 
     Raises:
         OptionError: There is no tokenizer.json, or llama.cpp has no name for its kind.
@@ -195,8 +195,8 @@ def _tokenizer(checkpoint: Checkpoint, config: PreTrainedConfig) -> Callable[[GG
         writer.add_token_list(tokens)
         writer.add_token_types(types)
         if by_bytes:
-            # The merges of a byte-fallback tokenizer are its tokens by score: the earlier a token
-            # is merged, the higher is its score.
+            # The scores of a byte-fallback tokenizer give the order of merges: the earlier a token
+            # is merged, the higher its score.
             merged = ["".join(pair).replace(" ", "") for pair in model["merges"]]
             ranks = {token: -rank for rank, token in reversed([*enumerate(merged)])}
             writer.add_token_scores([float(ranks.get(token, -len(merged))) for token in tokens])
@@ -207,7 +207,7 @@ def _tokenizer(checkpoint: Checkpoint, config: PreTrainedConfig) -> Callable[[GG
 
 
 def _pre_tokenizer(content: dict[str, Any] | None) -> str | None:
-    """Return llama.cpp's name of how a text is split into words; None if it is not known."""
+    """Return llama.cpp's name of the pre-tokenizer; None if it is unknown."""
     steps = (content or {}).get("pretokenizers") or [content or {"type": None}]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:

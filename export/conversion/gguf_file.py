@@ -1,4 +1,4 @@
-"""Write a pruned checkpoint as a GGUF file: each tensor to the bit, where its type can."""
+"""Write a pruned checkpoint as a GGUF file, bit by bit where the type can hold it."""
 
 import zlib
 from collections import Counter
@@ -23,7 +23,7 @@ _VOCABULARY = ("token_embd.weight", "output.weight")
 
 @dataclass(frozen=True)
 class Written:
-    """The content of a written file, in numbers.
+    """A summary of a written file.
 
     Attributes:
         num_bytes: The bytes of all tensors.
@@ -41,8 +41,8 @@ def write_gguf(
 ) -> Written:
     """Write the weights of a checkpoint with their metadata and tokenizer.
 
-    Matrices are stored in the given type, to the bit where it holds them, and norms and biases in
-    float32. What is zero in the checkpoint is zero in the file.
+    Matrices are stored in the given type, exactly if it can hold them, and norms and biases in
+    float32. Zeros of the checkpoint are zeros in the file.
 
     Args:
         checkpoint: A dense Hugging Face checkpoint.
@@ -51,16 +51,16 @@ def write_gguf(
         out: The file to write.
         kind: A name in `TYPES`, or auto: for each matrix the smallest type that holds it to the
             bit.
-        vocabulary: The same for embeddings and head; None for auto, where `kind` is, and else for
-            q8_0 where `kind` has fewer bits.
+        vocabulary: The type of embeddings and head; None means auto if `kind` is auto, else `kind`,
+            but at least q8_0.
 
     Raises:
-        FormatError: The checkpoint is packed or quantized; or the file is damaged, or of an
+        FormatError: The checkpoint is packed or quantized; or `like` is damaged, or has an
             architecture whose tensors cannot be identified.
-        OptionError: The file is of another model, a type cannot hold a matrix, or there is no file
-            and the architecture or its tokenizer is not known.
-        ParityError: A weight that is zero would not be zero.
-        OSError: The file could not be written whole.
+        OptionError: `like` holds another model, a type cannot hold a matrix, or without `like` the
+        architecture or its tokenizer is unknown.
+        ParityError: A zero weight would not stay zero.
+        OSError: The file could not be written completely.
     """
     if like is not None:
         with reading(like, "--like"):  # a damaged file is refused before the checkpoint is read
@@ -98,10 +98,10 @@ def write_gguf(
 
 
 def _write(writer: GGUFWriter, out: Path) -> None:
-    """Write the file, and read it back: a full disk may cut it short without an error.
+    """Write the file, and read it back, since a full disk may truncate it without an error.
 
     Raises:
-        OSError: The file is not what was written.
+        OSError: The file differs from the written content.
     """
     checksums = {
         name: zlib.crc32(info.tensor.tobytes())

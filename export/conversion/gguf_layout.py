@@ -1,9 +1,9 @@
 """The layout of a checkpoint in a GGUF file: architecture, metadata, tokenizer, tensors.
 
-Another GGUF file of the same model gives what a checkpoint does not say in llama.cpp's way. How
-each tensor lies is found out by comparison: a tensor of the file is what transformers reads from
-it, as it is or rearranged in one of a few ways. Without such a file, `gguf_families` describes the
-layout of the architectures that it knows.
+Another GGUF file of the same model provides the metadata that a checkpoint lacks. The arrangement
+of each tensor follows from a comparison of values: a tensor of the file is a parameter that
+transformers reads from the file, unchanged or rearranged in one of a few ways. Without such a file,
+`gguf_families` describes the layout of known architectures.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,20 +25,20 @@ from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
 from mrp_lightning.upstream.other_names import bounded_gguf
 
 _OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-"""Metadata whose defaults are computed from the number of heads."""
+"""Metadata whose defaults depend on the number of heads."""
 _OWN = ("general.architecture", "general.file_type", "general.quantization_version")
 
 _Arrangement = Callable[[Tensor, int], Tensor]
-"""How a parameter (as transformers has it) lies in a GGUF file; the number is that of its heads."""
+"""Called with a parameter of transformers and its number of heads: the tensor in a GGUF file."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint as a GGUF file holds it.
+    """The content of a GGUF file for a checkpoint.
 
     Attributes:
-        architecture: llama.cpp's name of it.
-        tensors: The weights by their names in the file, arranged as they lie there.
+        architecture: llama.cpp's name of the architecture.
+        tensors: The weights as arranged in the file, by their names in the file.
         write_fields: Adds the metadata and the tokenizer to a writer.
         tables: Tensors that are no weights, such as frequencies, and their types.
     """
@@ -120,7 +120,7 @@ def _locations(
             if tensor.name.startswith("rope_"):
                 continue
             raise FormatError(f"`--like`: transformers has no name for the tensor {tensor.name}.")
-        # A copy: the reader's memory may not be written.
+        # A copy, since the reader's memory is read-only.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         for arrangement in _ARRANGEMENTS:
             location = _Location(tensor.name, name, arrangement)
@@ -137,7 +137,7 @@ def _locations(
 
 
 def rotated(parameter: Tensor, heads: int) -> Tensor:
-    """Interleave the halves of each head: llama.cpp rotates neighbouring rows."""
+    """Interleave the halves of each head, since llama.cpp rotates adjacent rows."""
     if len(parameter) % (2 * heads):
         return parameter
     return parameter.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -169,7 +169,7 @@ def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path
 def _sizes(
     arranged: Mapping[str, Tensor], config: PreTrainedConfig, source: PreTrainedConfig
 ) -> dict[str, int]:
-    """Return the metadata that depend on the width, without the architecture's prefix."""
+    """Return the metadata that depend on the model's width, without the architecture's prefix."""
     sizes = {}
     if (up := arranged.get("blk.0.ffn_up.weight")) is not None:
         sizes["feed_forward_length"] = len(up)

@@ -1,8 +1,8 @@
-"""The types of tensors in GGUF files: exact where a type holds a weight, and else rounded.
+"""The tensor types of GGUF files: exact if a type can hold a weight, else rounded.
 
-A type with codes and scales holds a weight to the bit if reading the file gives the weight, after
-the cast to the checkpoint's dtype. Codes and scales are found from the weight (`Grid.fit`), as
-rounding anew would move them: gguf's own quantisers choose other scales.
+A type with codes and scales holds a weight exactly if reading the file, and casting to the
+checkpoint's dtype, returns the same bits. Codes and scales are recovered from the weight
+(`Grid.fit`): quantising again would change them, since gguf's own quantisers choose other scales.
 """
 
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from mrp_lightning.errors import OptionError, ParityError
 from mrp_sparse.formats.grid import GRIDS, Grid
 
 AUTO = "auto"
-_FIRST = 4  # rows that decide quickly, in most cases, that a weight is not on a grid
+_FIRST = 4  # rows for a quick check, which most weights off the grid fail
 _Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class GgufType:
-    """A type of tensors.
+    """A tensor type of GGUF files.
 
     Attributes:
-        name: Its name on the command line and, where it has codes and scales, in `GRIDS`.
-        stored_as: The type in the file.
-        file_type: The type of a file whose matrices have this type.
-        pack: Returns the blocks (n, bytes), uint8, of codes (n, 32) and scales (n, 1), or of
-            codes (n, 256) and scales (n, 16); None for types without codes.
+        name: The name on the command line and, for types with codes and scales, in `GRIDS`.
+        stored_as: gguf's name of the tensor type.
+        file_type: gguf's name of the type of a file whose matrices have this type.
+        pack: Packs codes (n, 32) and scales (n, 1), or codes (n, 256) and scales (n, 16), into
+            blocks (n, bytes), uint8; None for types without codes.
     """
 
     name: str
@@ -48,13 +48,13 @@ class GgufType:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it is stored.
+    """An encoded tensor.
 
     Attributes:
-        content: Its bytes, or its numbers.
-        kind: Its type.
-        error: The root mean square of the change by rounding, relative to the tensor's; 0 if the
-            tensor is exact.
+        content: The packed bytes, or the numbers of a floating-point type.
+        kind: The type.
+        error: The root mean square of the rounding error, relative to that of the tensor; 0 if
+            exact.
     """
 
     content: _Array
@@ -130,16 +130,16 @@ TYPES = {
 
 
 def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
-    """Store a parameter in a type, to the bit if the type holds it, and else rounded.
+    """Encode a parameter in a type, exactly if the type can hold it, else rounded.
 
     Args:
-        name: Its name in the file, for messages.
+        name: The name of the tensor in the file, for messages.
         parameter: (..., columns), floating point.
-        kind: A type's name, or auto: the smallest that holds the parameter to the bit.
+        kind: The name of a type, or auto for the smallest type that holds the parameter exactly.
 
     Raises:
-        OptionError: The type has no rounding, and does not hold the parameter.
-        ParityError: A weight that is zero, or finite, would not be so.
+        OptionError: The type cannot hold the parameter, and gguf has no rounding to it.
+        ParityError: A zero weight would become non-zero, or a finite one infinite.
     """
     if kind != AUTO:
         chosen = TYPES[kind]
@@ -154,10 +154,10 @@ def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
 
 
 def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
-    """Return the parameter in a type that holds it to the bit; None if this one does not."""
+    """Return the parameter encoded exactly in a type; None if the type cannot hold it."""
     matrix = parameter.detach().reshape(-1, parameter.shape[-1])
     if torch.equal(matrix.bfloat16().to(matrix.dtype), matrix):
-        matrix = matrix.bfloat16()  # a model that was pruned in bfloat16 and is stored wider
+        matrix = matrix.bfloat16()  # pruned in bfloat16, and stored wider
     if kind.pack is None or kind.grid is None:
         content = quantize(matrix.float().numpy(), kind.stored_as)
         back = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))
@@ -177,7 +177,7 @@ def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
 
 
 def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:
-    """Return the parameter rounded by gguf; in F16 if its columns are no whole groups."""
+    """Return the parameter rounded by gguf; as F16 if its columns are no multiple of the group."""
     values = parameter.detach().float().contiguous().numpy()
     if kind.grid is not None and not kind.grid.divides(values.shape[-1]):
         kind = TYPES["f16"]

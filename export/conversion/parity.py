@@ -1,4 +1,4 @@
-"""Prove that an exported checkpoint computes what its source computes."""
+"""Verify that an exported checkpoint computes the same as its source."""
 
 import copy
 import functools
@@ -31,11 +31,11 @@ from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 from mrp_sparse.packed_linear import PackedLinear
 
 _MIN_AGREEMENT = 0.995
-"""Part of the confident tokens at which the likeliest one has to be the same."""
+"""The least fraction of confident tokens with equal likeliest tokens."""
 _MAX_DIVERGENCE = 0.005
-"""In nats. Sums in another order: 8e-5 to 2e-3 in bfloat16, below 3e-5 in float16."""
+"""The largest divergence in nats; another order of sums gives 8e-5 to 2e-3 in bfloat16."""
 _MAX_PERPLEXITY_CHANGE = 0.001
-"""As a part of the perplexity: rounding moves a perplexity of 2000 by more than one of 7."""
+"""The largest relative change of perplexity."""
 MIN_TOKENS = 4096
 _WINDOW = 512
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
@@ -43,20 +43,20 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 @dataclass(frozen=True)
 class TextParity:
-    """Logits of the pruned model and of the exported one on the same tokens.
+    """A comparison of the logits of the pruned and the exported model on the same tokens.
 
     Attributes:
-        text: Origin of the tokens.
+        text: The origin of the tokens.
         tokens: Number of tokens that were predicted.
-        top1_agreement: Part of them whose likeliest token is the same. Kernels that sum in another
-            order change it by ties: 0.98 is measured for a bfloat16 model of 30 blocks.
+        top1_agreement: Fraction of these with equal likeliest tokens. Kernels that sum in another
+            order change it by ties: 0.98 was measured for a bfloat16 model of 30 blocks.
         perplexity_before: Perplexity of the pruned model.
         perplexity_after: Perplexity of the exported model.
         divergence: Mean Kullback-Leibler divergence, in nats.
         max_difference: Largest absolute difference of a logit.
         bit_equal: Whether all logits have the same bits.
-        confident_tokens: Number of tokens at which the source's two largest logits are further
-            apart than rounding moves them: than two units in the last place of its largest logit.
+        confident_tokens: Number of tokens at which the source's two largest logits differ by more
+            than rounding explains: two units in the last place of the largest logit.
         confident_agreement: The agreement at these; 1 if there are none.
     """
 
@@ -75,7 +75,7 @@ class TextParity:
 def _text_windows(
     source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
 ) -> tuple[Tensor, str]:
-    """Return windows of tokens and their origin: random ones for a model without a tokenizer."""
+    """Return token windows and their origin; random tokens for a model without a tokenizer."""
     length = min(_WINDOW, longest_sequence(model.config) or _WINDOW)
     count = math.ceil(MIN_TOKENS / (length - 1))
     if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
@@ -119,7 +119,7 @@ def compare_text(
     for window, expected, computed in zip(windows, reference, logits, strict=True):
         bit_equal &= not different_bits(computed, expected)
         p, q = expected.float(), computed.float()
-        # NaN stays: Python's `max` would drop it.
+        # torch's maximum keeps NaN, which Python's `max` would drop.
         max_difference = float((p - q).abs().max().maximum(torch.tensor(max_difference)))
         agrees = p.argmax(-1) == q.argmax(-1)
         first, second = p.topk(2).values.unbind(-1)
@@ -154,7 +154,7 @@ def _logits(
     track: Track,
     description: str,
 ) -> Iterator[Tensor]:
-    """Yield the logits after all tokens of a window but the last (length − 1, vocabulary)."""
+    """Yield the logits (length − 1, vocabulary) of each window, without those of the last token."""
     nn.Module.to(model, device).eval()  # PreTrainedModel.to has another signature
     with torch.inference_mode():
         for window in track(windows, len(windows), description):
@@ -163,10 +163,10 @@ def _logits(
 
 
 def text_failures(text: TextParity) -> list[str]:
-    """Return the reasons why the export does not pass: none if all logits have the same bits.
+    """Return the reasons why the export does not pass; none if all logits have equal bits.
 
-    Another order of summation turns ties, so the likeliest tokens are compared where the source is
-    confident. Logits that hold NaN fail even if they are equal.
+    Another order of summation changes near ties, so likeliest tokens are only compared where the
+    source is confident. NaN among the logits fails even if the bits are equal.
     """
     if not math.isfinite(text.perplexity_before):
         return [
@@ -197,17 +197,17 @@ def text_failures(text: TextParity) -> list[str]:
 
 
 _TOKENS = (1, 16)
-"""Numbers of tokens at which each layer is compared: other kernels run one token than several."""
+"""Numbers of tokens at which layers are compared: one token runs in other kernels."""
 _MANY_TOKENS = 256
-"""A further number on CUDA devices, where another kernel runs that many."""
+"""A further number of tokens on CUDA devices, which runs in another kernel."""
 
 
 @dataclass(frozen=True)
 class OperatorError:
     """Errors of a layer's output relative to a product in higher precision.
 
-    They are Frobenius norms, of the whole output or of its worst row, of the operator's error and
-    of that of the dense product in the model's dtype.
+    The errors are relative Frobenius norms, of the whole output or of its worst row: those of the
+    operator, and for comparison those of the dense product in the model's dtype.
     """
 
     name: str
@@ -217,7 +217,7 @@ class OperatorError:
 
     @property
     def passes(self) -> bool:
-        """Whether the operator is exact enough. Equal bits are, be they those of a NaN."""
+        """Whether the operator is exact enough. Equal bits always pass, even NaN."""
         return self.bit_equal or self.packed <= MAX_ERROR_RATIO * self.dense
 
 
@@ -228,10 +228,10 @@ class Parity:
     Attributes:
         tensors: Number of tensors that were compared bit by bit.
         operators: Errors of the packed layers, one by one.
-        text: Comparison of the logits; `None` where the model predicts no next token. Where the
-            head has 8 bits, it is compared with the source whose head has them.
-        head: What such a head does to the logits of the source, else `None`.
-        failures: All that is not equal; empty where the gates are passed.
+        text: Comparison of the logits; `None` if the model predicts no next token. For a head of 8
+            bits, the source with its head rounded to 8 bits is compared.
+        head: The effect of rounding the head on the source's logits; `None` without such a head.
+        failures: The failed comparisons; empty if the export passes.
     """
 
     tensors: int = 0
@@ -241,7 +241,7 @@ class Parity:
     failures: list[str] = field(default_factory=list)
 
     def require(self) -> None:
-        """Refuse an export that failed by a `ParityError` that lists all failures."""
+        """Raise a `ParityError` that lists all failures, if there are any."""
         if self.failures:
             listed = "\n".join(f"  {failure}" for failure in self.failures)
             raise ParityError(f"The export does not compute what its source computes:\n{listed}")
@@ -259,9 +259,9 @@ def check_parity(
 ) -> Parity:
     """Compare an exported directory, as it is on disk, with its source.
 
-    A failed gate ends the comparison: later ones could only fail too. The logits are compared on
-    the files of `text`, or else on the embedded text. A `head` of 8 bits has to equal the source's
-    head, rounded; its cost is reported and is no failure.
+    The first failing stage ends the comparison, since later stages would fail, too. Logits are
+    compared on the files of `text`, by default on the embedded text. A `head` of 8 bits must equal
+    the source's head, rounded; the effect of the rounding is reported, and is no failure.
     """
     parity = Parity()
     _compare_bits(source, directory, layers, head, parity, track)
@@ -348,7 +348,7 @@ def _compare_tensor(
 
 
 def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:
-    """Read the packed layers of a module that only its owner can build."""
+    """Read the packed layers of a user's own module, which cannot be built here."""
     tensors = dict(open_checkpoint(directory).tensors())
     packed = {}
     for layer in layers:
@@ -365,7 +365,7 @@ def operator_error(
 ) -> OperatorError:
     """Compare the packed and the dense product of random inputs with one in higher precision.
 
-    The largest error over several numbers of tokens is returned.
+    Returns the largest error over several numbers of tokens.
     """
     moved = copy.deepcopy(layer).to(device)
     moved.bias = None
@@ -375,7 +375,7 @@ def operator_error(
 def _torchao_errors(
     source: Checkpoint, model: nn.Module, layers: Sequence[LayerChoice], track: Track
 ) -> list[OperatorError]:
-    """Compare products of torchao's tensors, on their device, with those of the source's."""
+    """Compare products of torchao's tensors, on their device, with those of the source."""
     weights = {
         name: module.weight
         for name, module in model.named_modules()
@@ -404,10 +404,10 @@ def _product_error(name: str, multiply: Callable[[Tensor], Tensor], dense: Tenso
 def _errors_at(
     name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor, tokens: int
 ) -> Iterator[OperatorError]:
-    """Yield the error of the whole output and, of several tokens, that of the worst row.
+    """Yield the error of the whole output and, for several tokens, of its worst row.
 
-    A single wrong group of a large weight is lost in the rounding of the whole, but not of its row.
-    One token has rows near zero, whose relative error means nothing.
+    A single wrong group of a large weight is within the rounding of the whole output, but not of
+    its row. For one token, rows may be near zero, where a relative error means nothing.
     """
     higher = torch.float32 if dense.dtype.itemsize == 2 else torch.float64
     generator = torch.Generator().manual_seed(0)
@@ -422,6 +422,6 @@ def _errors_at(
 
 
 def _predicts_tokens(model: PreTrainedModel) -> bool:
-    """Whether transformers lists the class of a model among those that predict the next token."""
+    """Return whether transformers lists a model's class among those that predict the next token."""
     kinds = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
     return type(model) in (kinds if isinstance(kinds, tuple) else (kinds,))

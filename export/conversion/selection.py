@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are packed, and why the others stay dense."""
+"""Choose the layers of a checkpoint to pack, and give the reasons why others stay dense."""
 
 import functools
 import inspect
@@ -39,7 +39,7 @@ from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive
 from mrp_sparse.packed_linear import is_packable
 
 _ROUNDING = 1e-6
-"""The fraction of weights by which a report's `sparsity`, a mean in float32, may be off."""
+"""The tolerance of a report's `sparsity`, which is a mean in float32."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class Claim:
     """The claim of a report about a pruned layer.
 
     Attributes:
-        sparsity: The fraction of the weights that are zero, at least; 0 where nothing is claimed.
-        pattern: The pattern N:M that each group has, if there is one.
+        sparsity: The least fraction of zero weights; 0 if nothing is claimed.
+        pattern: The N:M pattern of each group, if there is one.
     """
 
     sparsity: float
     pattern: SemiStructured | None
 
     def breach(self, weight: Tensor) -> str | None:
-        """Return how a weight (rows, columns) first breaks the claim; `None` if it holds."""
+        """Return how a weight (rows, columns) violates the claim; `None` if it does not."""
         kept = weight != 0
         rows, columns = kept.shape
         if self.pattern is not None:
@@ -95,8 +95,8 @@ class Claims:
 
     Attributes:
         layers: The claims of the pruned layers by name; `None` without a report.
-        structure: The units that were removed whole, such as `neurons`, or `None`.
-        grid: The grid that the weights are on, or `None`.
+        structure: The kind of units that were removed as a whole, such as `neurons`, or `None`.
+        grid: The grid of the weights, or `None`.
     """
 
     layers: dict[str, Claim] | None = None
@@ -116,7 +116,7 @@ class Claims:
         report = PruningReport.load(file)
         recipe, structure = report.recipe, report.config.get("structure")
         groups = recipe.pattern if isinstance(recipe.pattern, SemiStructured) else None
-        is_narrow = structure is not None  # the removed columns are gone, not zero
+        is_narrow = structure is not None  # removed columns no longer exist, so there are no zeros
         layers = {
             row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
             for row in report.pruned
@@ -127,8 +127,8 @@ class Claims:
 def is_read_directly(model: nn.Module, name: str) -> bool:
     """Return whether the parent module multiplies by a layer's weight, bypassing the layer.
 
-    Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by its `out_proj`'s:
-    such code needs the dense matrix.
+    Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by
+    `out_proj.weight`: such code needs the dense matrix.
     """
     owner, _, child = name.rpartition(".")
     parent = model.get_submodule(owner)
@@ -138,7 +138,7 @@ def is_read_directly(model: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _read_directly(kind: type) -> frozenset[str]:
-    """Return the names of the children by whose weights the code of a class multiplies."""
+    """Return the names of the children whose weights the code of a class uses directly."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
@@ -153,17 +153,18 @@ class LayerChoice:
     """One linear layer of the checkpoint, by the name of its module in the model.
 
     Attributes:
-        tensor: Name of its weight in the files; empty where no tensor there is its weight.
+        tensor: Name of the weight in the files; empty if no tensor there is this weight.
         shape: Shape of the weight, (rows, columns).
         transposed: Whether the file holds (columns, rows), as for `Conv1D`.
-        form: The format that it is packed in.
-        kept: Number of weights that are not zero.
-        code_bytes: Number of bytes that they take as codes of four bits.
-        off_grid: The reason why they have no such codes, where that was looked for, or `None`.
+        form: The packed format of the layer.
+        kept: Number of non-zero weights.
+        code_bytes: Bytes of the non-zero weights as codes of four bits.
+        off_grid: The reason why there are no such codes; `None` if there are, or it was not
+        checked.
         broken_groups: Number of groups of four columns with more than two non-zeros.
-        breach: How it breaks the claim of the report; `None` if it does not.
-        misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
-        reason: The reason why it stays dense; `None` for a layer that is packed.
+        breach: How the layer violates the claim of the report; `None` if it does not.
+        misfit: Whether the layer stays dense because its zeros break the pattern or are too few.
+        reason: The reason why the layer stays dense; `None` for a packed layer.
     """
 
     name: str
@@ -188,14 +189,14 @@ class LayerChoice:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of all packed tensors, or of the dense weight where it stays so."""
+        """Bytes of all packed tensors, or of the weight if it stays dense."""
         if self.reason is not None:
             return self.dense_bytes
         return self.form.num_bytes(self.shape, self.dtype, self.count)
 
     @property
     def count(self) -> int:
-        """Number of elements of the packed `weight`, where the format counts them."""
+        """Number of elements of the packed `weight`, for formats with a variable number."""
         return self.code_bytes if self.form is BITMASK4 else self.kept
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -213,7 +214,7 @@ def _form_of(
 
 
 def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
-    """Return the choice with the reason why it cannot be packed in this format, if there is one."""
+    """Return the choice, with the reason why it cannot be packed in this format, if any."""
     choice = replace(choice, form=form)
     if choice.breach is not None:
         return replace(choice, misfit=True, reason=choice.breach)
@@ -240,7 +241,7 @@ def _refuse_misfits(
     expected: set[str],
     allow_partial: bool,
 ) -> None:
-    """Refuse a checkpoint with layers that should be pruned and are not, or with none to pack."""
+    """Raise if layers that should be pruned are not, or if there is no layer to pack."""
     breaches = [choice for choice in choices if choice.breach is not None]
     if breaches and not allow_partial:
         raise PatternError(
@@ -273,7 +274,7 @@ def _refuse_misfits(
 
 
 def _of_bits(grid: Grid | None) -> str:
-    """Return the reason why a grid of few bits does not make a checkpoint smaller, or ""."""
+    """Return why a grid of few bits does not make a checkpoint smaller, else ""."""
     if grid is None:
         return ""
     return (
@@ -289,9 +290,9 @@ def _listed(choices: Sequence[LayerChoice]) -> str:
 
 
 def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return layers with their reasons, those that differ in numbers alone as one with a count.
+    """Return layers with reasons, merging layers that differ only in numbers into one with a count.
 
-    If numbers in the reasons differ, too, one layer is named as an example.
+    If the numbers in their reasons differ, too, one layer is named as an example.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
@@ -308,7 +309,7 @@ def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SKIPPED = "left out by `--skip`"
-_TIED = "its weight is tied to another module's"  # packed, they would no longer be tied
+_TIED = "its weight is tied to another module's"  # packing would untie them
 _NOWHERE = "the files hold no weight of its own for it"
 
 
@@ -321,28 +322,28 @@ def choose_layers(
     refuse: Callable[[LayerChoice], str | None] = lambda _: None,
     track: Track = silently,
 ) -> list[LayerChoice]:
-    """Return a choice for every linear layer; refuse a checkpoint that is not pruned as it should.
+    """Return a choice for every linear layer, and check that the checkpoint is pruned as claimed.
 
-    The layers that should be 2:4, or for bitmasks have enough zeros to get smaller, are those that
-    the `pruning_report.json` lists as pruned; without a report, all that a run with the default
-    targets would prune. What the report claims of a layer, the pattern or the sparsity, has to be
-    true, also of layers that have no packed form (experts, convolutions), which are listed. Other
-    layers of a transformers model are packed where they happen to fit the format.
+    The layers that `pruning_report.json` lists as pruned must be 2:4 or, for bitmasks, have enough
+    zeros to become smaller; without a report, these are the layers that a run with the default
+    targets prunes. The pattern or sparsity that the report claims is checked for all its layers,
+    also those that no format packs (experts, convolutions). Other layers of a transformers model
+    are packed if they happen to fit the format.
 
     Args:
         checkpoint: The pruned checkpoint.
-        form: The format to pack in. `None` lets the checkpoint decide: four bits if its report
-            says that it was put on such a grid, 2:4 if it is, else bitmasks.
+        form: The packed format. `None` lets the checkpoint decide: four bits if it was quantised to
+            them by its report, 2:4 if its layers are 2:4, else bitmasks.
         skip: Name patterns (see `matches`) of layers that stay dense.
-        allow_partial: Whether layers that should be pruned and are not stay dense.
-        refuse: Returns the reason why a writer has no form for a layer, or `None`.
+        allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
+        refuse: Returns why the writer cannot store a layer, `None` if it can.
         track: Shows a bar.
 
     Raises:
-        PatternError: Layers break the pattern, or what the report claims, all listed; the report
-            lists other layers than the model has; or no layer is left to pack.
-        FormatError: The checkpoint is quantized already, holds NaN or Inf, fits no model, or is of
-            a larger one than its configuration makes.
+        PatternError: Layers violate the pattern or the report's claims, and the message lists all;
+            the report lists layers that the model lacks; or no layer is left to pack.
+        FormatError: The checkpoint is quantized already, holds NaN or Inf, or does not fit the
+        model of its configuration.
         TargetError: A pattern in `skip` matches nothing.
     """
     if quantization := checkpoint.config.get("quantization_config"):
@@ -376,7 +377,7 @@ class _Search:
         checkpoint: The pruned checkpoint.
         claims: The claims of its report by layer; `None` without a report.
         skip: Name patterns of layers that stay dense.
-        finds_codes: Whether codes of four bits are looked for.
+        finds_codes: Whether to look for codes of four bits.
         track: Shows a bar.
     """
 
@@ -412,7 +413,7 @@ class _Search:
         unseen = expected - {choice.name for choice in choices}
         others = _without_matrix(model, unseen, converted)
         _refuse_unknown(checkpoint.path, claims.keys() & unseen - others.keys())
-        if others and claims:  # only the whole model has their weights as matrices
+        if others and claims:  # only the loaded model has these weights as matrices
             weights = {layer.name: layer.weight for layer in _all_layers(checkpoint.load())}
             for name, other in others.items():
                 others[name] = replace(other, breach=claims[name].breach(weights[name]))
@@ -423,7 +424,7 @@ class _Search:
         report = PruningReport.load(self.checkpoint.path / NAME)
         shapes = {row.name: (row.shape[0], row.shape[1]) for row in report.pruned}
         require_matches("--skip", self.skip, list(shapes))
-        # safetensors stores tied tensors once, and notes under which other names they are known.
+        # safetensors stores tied tensors once, with their other names in the metadata.
         files = self.checkpoint.files
         tied = {name for file in files for pair in file.metadata.items() for name in pair}
         choices = {
@@ -451,7 +452,7 @@ class _Search:
     def _reasons(
         self, model: nn.Module, modules: Mapping[str, nn.Module]
     ) -> Iterator[tuple[str, str]]:
-        """Yield the layers that stay dense whatever their weights are, with the reason."""
+        """Yield the layers that stay dense regardless of their weights, with the reason."""
         owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for name, module in modules.items():
             if any(matches(name, pattern) for pattern in self.skip):
@@ -464,7 +465,7 @@ class _Search:
     def _examine(self, choice: LayerChoice, tensor: Tensor, reason: str | None) -> LayerChoice:
         """Return the choice with its counts, or with the reason why the layer stays dense.
 
-        The claim of the report is checked in either case, unless the user left the layer out.
+        The report's claim is checked in either case, unless the user excluded the layer.
         """
         claim = (self.claims or {}).get(choice.name)
         if claim is not None and reason != _SKIPPED and tensor.ndim in (2, 4):
@@ -497,7 +498,7 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _why_off_grid(weight: Tensor) -> str | None:
-    """Return the reason why a weight has no codes of four bits, or `None`."""
+    """Return why a weight has no codes of four bits, `None` if it has."""
     try:
         GRID.decompose(weight)
     except FormatError as error:
@@ -508,7 +509,7 @@ def _why_off_grid(weight: Tensor) -> str | None:
 def _without_matrix(
     model: PreTrainedModel, names: set[str], converted: set[str]
 ) -> dict[str, LayerChoice]:
-    """Return the named layers of a model whose weight is not a matrix of its own in the files."""
+    """Return choices for the named layers whose weight is not a separate matrix in the files."""
     choices = {}
     for layer in sorted(_all_layers(model), key=lambda layer: layer.name):
         if layer.name not in names:
@@ -540,8 +541,7 @@ def _default_targets(model: nn.Module) -> set[str]:
 def _refuse_unknown(directory: Path, unknown: Iterable[str]) -> None:
     """Raise if a report lists pruned layers that the model does not have.
 
-    Layers of the user's module around the model, whose weights are in a file of their own, are
-    known.
+    Layers of a user's module around the model, whose weights are in a separate file, are allowed.
     """
     file = directory / BESIDE
     if unknown and file.is_file():

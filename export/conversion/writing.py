@@ -1,4 +1,4 @@
-"""Write a pruned checkpoint packed, as torchao's tensors, or dense, file by file as it is."""
+"""Write a pruned checkpoint file by file: packed, as torchao's tensors, or dense."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +32,11 @@ class HeadChoice:
 
     Attributes:
         name: Name of its module in the model.
-        table: Name of the embeddings that are tied to it and read from its 8 bits, or `None`.
-        tensors: Names of the tensors in the source's files whose place it takes: that of its
-            weight, and maybe the same one under the name of the table.
-        target: Name of its weight in the files that are written.
+        table: Name of the embeddings that are tied to the head, and read from its 8 bits; or
+            `None`.
+        tensors: Names of the source's tensors that it replaces: its weight, also under the name of
+        the table.
+        target: Name of the weight in the written files.
         shape: Shape of the weight.
         dtype: Dtype of the weight in the source.
     """
@@ -54,12 +55,12 @@ class HeadChoice:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of its numbers and scales."""
+        """Bytes of the 8-bit numbers and scales."""
         return self.shape[0] * (self.shape[1] + self.dtype.itemsize)
 
     @property
     def settings(self) -> dict[str, str | int]:
-        """`head` of the `quantization_config`."""
+        """The entry `head` of the `quantization_config`."""
         return {"module": self.name, "format_version": VERSION}
 
     def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
     """Find the head of a checkpoint.
 
     Raises:
-        OptionError: It is no model of transformers, or its head cannot have 8 bits.
+        OptionError: The checkpoint is no transformers model, or its head cannot have 8 bits.
         FormatError: See `Checkpoint.pretrained_config`.
     """
     if not checkpoint.config:
@@ -117,15 +118,16 @@ def write_packed(
 ) -> Iterator[str]:
     """Write a checkpoint with some weights packed into an empty directory.
 
-    There is at least one layer, and all are packed in the same format; the `head` may have 8 bits.
-    The names of the layers are given one by one as they are packed.
+    There must be at least one layer, and all must have the same format; a `head` is written in 8
+    bits. Yields the name of each layer when it is packed.
     """
     form = layers[0].form
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         names = [layer.tensor, *form.companion_names(layer.tensor)]
         packed = dict(zip(names, form.pack(layer.matrix(tensor)), strict=True))
-        # transformers lists unexpected tensors: one of them names the package that it lacks.
+        # transformers lists unexpected tensors: the name of one tells users which package they
+        # lack.
         is_first = layer is layers[0] and bool(source.config)
         note = {NOTE: torch.empty(0)} if is_first else {}
         return packed | note
@@ -140,7 +142,7 @@ def write_packed(
 def write_torchao(
     source: Checkpoint, directory: Path, layers: Sequence[LayerChoice], device: torch.device
 ) -> Iterator[str]:
-    """Write pickles with torchao's 2:4 tensors, made on a CUDA device; see `write_packed`."""
+    """Write pickles with torchao's 2:4 tensors, packed on a CUDA device; see `write_packed`."""
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         weight = positive_zeros(tensor.to(device))[0]
@@ -154,7 +156,7 @@ def write_torchao(
 def write_dense(
     source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
 ) -> Iterator[str]:
-    """Write safetensors with the zeros, all of them positive; see `write_packed`."""
+    """Write dense safetensors in which all zeros are positive; see `write_packed`."""
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         return {layer.tensor: positive_zeros(tensor)[0]}
@@ -206,7 +208,7 @@ def write_converted(
             else:
                 others[name] = tensor
         tensors = {**converted, **others}
-        # An unfinished file is never seen: the directory is moved into place when it is whole.
+        # No temporary file is needed: the whole directory is moved into place when it is complete.
         file = weights.name
         if in_pickles:
             file = _pickle_name(file)
