@@ -1,5 +1,6 @@
 """What all packed layers keep to, against a dense `nn.Linear`."""
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,95 @@ def linear(kind: tuple[Any, int, Prune], request: pytest.FixtureRequest) -> nn.L
 @pytest.fixture
 def layer(kind: tuple[Any, int, Prune], linear: nn.Linear) -> Any:
     return kind[0].from_linear(linear)
+
+
+def assert_as_exact(found: Tensor, linear: nn.Linear, x: Tensor) -> None:
+    """The error against float64 is at most that of rounding the result and of float32 sums."""
+    assert found.shape == (*x.shape[:-1], linear.out_features)
+    assert found.dtype == x.dtype
+    assert found.is_contiguous()
+    bias = None if linear.bias is None else linear.bias.double()
+    exact = nn.functional.linear(x.double(), linear.weight.double(), bias)
+    scale = (x.double().abs() @ linear.weight.double().abs().T).max() if x.numel() else 1.0
+    rounding = torch.finfo(x.dtype).eps
+    bound = rounding * exact.abs() + 4 * torch.finfo(torch.float32).eps * scale
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (40,), (0,), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_computes_what_the_dense_layer_computes(shape, dtype, kind, linear):
+    linear = linear.to(dtype)
+    x = torch.randn(*shape, linear.in_features).to(dtype)
+    found = kind[0].from_linear(linear)(x)
+    assert_as_exact(found, linear, x)
+    if kind[0] is Sparse24Linear:  # which a CPU multiplies dense
+        assert torch.equal(found, linear(x))
+
+
+OPERATORS: dict[Any, tuple[Any, tuple[str, ...]]] = {
+    Sparse24Linear: (torch.ops.mrp_lightning.linear24, ("weight", "weight_meta", "bias")),
+    BitmaskLinear: (
+        torch.ops.mrp_lightning.linear_bitmask,
+        ("weight", "weight_bits", "offsets", "bias"),
+    ),
+    Bitmask4Linear: (
+        torch.ops.mrp_lightning.linear_bitmask4,
+        ("weight", "weight_bits", "weight_scales", "offsets", "bias", "eight_bit_activations"),
+    ),
+}
+
+
+def test_the_operator_follows_the_rules_of_torch(layer, linear):
+    operator, names = OPERATORS[type(layer)]
+    arguments = [getattr(layer, name) for name in names]
+    for shape in ((3,), (2, 3)):
+        x = torch.randn(*shape, linear.in_features, requires_grad=len(shape) > 1)
+        torch.library.opcheck(operator, (x, *arguments))
+
+
+def test_copies_and_state_dicts_keep_it(kind, layer, linear):
+    x = torch.randn(4, linear.in_features)
+    expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    assert not {"offsets", "compressed"} & layer.state_dict().keys()
+    counts = () if kind[0] is Sparse24Linear else (layer.weight.numel(),)
+    sizes = (linear.in_features, 24, *counts, linear.bias is not None)
+    other = kind[0](*sizes)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), expected)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = kind[0](*sizes, device="meta")
+    other.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    assert torch.equal(other(x), expected)
+
+
+def test_a_change_of_dtype_leaves_the_places_alone(layer, linear):
+    half = copy.deepcopy(layer).half()
+    assert half.dtype == torch.float16
+    assert torch.equal(half.places, layer.places)
+    x = torch.randn(4, linear.in_features).half()
+    assert_as_exact(half(x), linear.half(), x)
+
+
+def test_an_input_of_another_dtype_is_refused(layer, linear):
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(torch.randn(2, linear.in_features).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_operator_refuses_an_input_too_narrow_for_the_bits(tokens, dtype):
+    layer = BitmaskLinear.from_linear(nn.Linear(37, 4, dtype=dtype))
+    packed = layer.weight, layer.weight_bits, layer.offsets, layer.bias
+    for width in (32, 33, 36):
+        with pytest.raises(RuntimeError, match="columns"):
+            torch.ops.mrp_lightning.linear_bitmask(torch.ones(tokens, width, dtype=dtype), *packed)
+    fewer = layer.weight[:-1], *packed[1:]
+    with pytest.raises(RuntimeError, match="kept"):
+        torch.ops.mrp_lightning.linear_bitmask(torch.ones(tokens, 37, dtype=dtype), *fewer)
 
 
 def test_inputs_need_not_be_contiguous(layer, linear):
