@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from export.timing import LAYER_TOKENS, SpeedOptions, add_arguments
-from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
+from export.timing import SpeedOptions, add_arguments
+from mrp_lightning.cli.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import OptionError
 
@@ -52,10 +52,7 @@ def _parser() -> Any:
     parser = make_parser("mrp-lightning benchmark", str(__doc__))
     option = parser.add_argument
     option("directory", metavar="MODEL", help="a packed 2:4 model, as `export` writes it")
-    add_arguments(parser, batch_sizes=[1])
-    text = "time every kernel on each layer shape at so many tokens; no number: only the models"
-    tokens = {"type": number_from(1), "nargs": "*", "default": [*LAYER_TOKENS]}
-    option("--layer-tokens", **tokens, metavar="N", help=text)
+    add_arguments(parser)
     option("--out", metavar="FILE", help="write FILE.md and FILE.json as it runs")
     return parser
 

@@ -1,18 +1,14 @@
-"""Pack a pruned checkpoint: validate, write, compare with the source, and time."""
+"""Pack a pruned checkpoint: validate, write, and compare with the source."""
 
-import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
-from transformers import PreTrainedModel
 
-from export.backends import check_backend, why_not_here, why_not_storable
-from export.comparison import compare
+from export.backends import why_not_here, why_not_storable
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
 from export.conversion.compressed import (
     FORMAT,
@@ -29,9 +25,7 @@ from export.conversion.writing import (
     write_packed,
     write_torchao,
 )
-from export.loading import load
-from export.report import NO_CUDA, ExportReport, write_card
-from export.timing import SpeedOptions
+from export.report import ExportReport, write_card
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import output_path
@@ -39,8 +33,6 @@ from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
-
-log = logging.getLogger(__name__)
 
 _UNPACKED = ("dense", "torchao", FORMAT)
 _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
@@ -60,9 +52,7 @@ class PackingOptions:
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         check_only: Whether to write nothing, and to compare an existing export again.
         text: Files whose text the logits are compared on; by default the embedded text.
-        device: The device for comparison and measurement; by default CUDA if available.
-        benchmark: Whether to measure speed, on a CUDA device.
-        speed: The options of the measurement.
+        device: The device for the comparison; by default CUDA if available.
     """
 
     checkpoint: str
@@ -75,8 +65,6 @@ class PackingOptions:
     check_only: bool = False
     text: Sequence[str] = ()
     device: str | None = None
-    benchmark: bool = False
-    speed: SpeedOptions = field(default_factory=SpeedOptions)
 
     def output(self, form: str) -> Path:
         """Return the directory to write in a format, checked unless nothing is written."""
@@ -95,7 +83,7 @@ class PackingOptions:
 
 
 def convert(options: PackingOptions) -> ExportReport:
-    """Validate, pack, compare, measure and report.
+    """Validate, pack, compare and report.
 
     Raises:
         PatternError: The checkpoint lacks the pattern; see `choose_layers`.
@@ -133,7 +121,6 @@ def convert(options: PackingOptions) -> ExportReport:
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
                 export.write(staging)
                 export.compare(staging)
-                export.measure(staging)
                 if report.format != "dense":
                     write_card(source, report, staging)
                 report.save(staging)
@@ -157,9 +144,8 @@ def compress(options: PackingOptions) -> Path:
         OptionError: Options contradict each other.
         FileExistsError: The output exists.
     """
-    without = {"`--head-bits`": options.head_bits == 8, "`--benchmark`": options.benchmark}
-    if names := [name for name, is_given in without.items() if is_given]:
-        raise errors.OptionError(f"{' and '.join(names)} is not for `--format {FORMAT}`.")
+    if options.head_bits == 8:
+        raise errors.OptionError(f"`--head-bits` is not for `--format {FORMAT}`.")
     out = options.output(FORMAT)
     source = open_checkpoint(options.checkpoint)
     with bars() as track:
@@ -186,9 +172,7 @@ def compress(options: PackingOptions) -> Path:
 
 
 def _check_options(options: PackingOptions, device: torch.device) -> None:
-    """Raise, before anything is read, if options contradict each other or this machine."""
-    if options.benchmark and device.type == "cuda":
-        check_backend(options.speed.backend, device)
+    """Raise if options contradict each other or this machine, before anything is read."""
     if options.format == "torchao" and (reason := why_not_here("torchao", device)):
         raise errors.OptionError(
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
@@ -242,28 +226,7 @@ class _Export:
             reason = "the model predicts no next token" if is_model else "the module is your own"
             report.notes.append(f"logits not compared: {reason}")
 
-    def measure(self, directory: Path) -> None:
-        """Time the export, or note why it is not timed."""
-        why_not = {
-            "dense": "the dense format runs as its source does",
-            "bitmask": "no kernel for bitmasks runs on CUDA devices",
-            "bitmask4": "no kernel for bitmasks runs on CUDA devices",
-            "torchao": "`--format packed --backend torchao` measures it",
-        }.get(self.report.format)
-        notes, backend = self.report.notes, self.options.speed.backend
-        if self.device.type != "cuda":
-            untried = "" if backend == "auto" else f", back-end {backend} not tried"
-            notes.append(f"{NO_CUDA}{untried}")
-        elif why_not or not self.options.benchmark:
-            notes.append(f"speed not measured: {why_not or 'ask for it with --benchmark'}")
-        else:
-            try:
-                model = cast(PreTrainedModel, load(directory).eval().to(self.device))
-                self.report.benchmark = compare(model, self.options.speed)
-            except Exception as error:  # must not discard a verified export
-                log.exception("The benchmark failed; the export is written all the same.")
-                notes.append(f"speed not measured: {type(error).__name__}: {error}")
-
+    """Raise, before anything is read, if options contradict each other or this machine."""
 
 def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:
     is_head = head is not None and layer.name == head.name

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from export.comparison import SpeedReport, tables
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice, alike
@@ -24,7 +23,6 @@ from mrp_lightning.records.model_card import made_by, new_card, with_perplexitie
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
-NO_CUDA = "no CUDA device: speed not measured"
 
 
 @dataclass
@@ -39,7 +37,6 @@ class ExportReport:
         head: The head if it has 8 bits, else `None`.
         exported_bytes: Bytes of the written weight files; `None` if nothing was written.
         parity: The comparison with the source; `None` if nothing was written.
-        benchmark: The measured speed, or `None`.
         notes: The steps that were left out, with reasons.
     """
 
@@ -50,7 +47,6 @@ class ExportReport:
     head: HeadChoice | None = None
     exported_bytes: int | None = None
     parity: Parity | None = None
-    benchmark: SpeedReport | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -101,7 +97,6 @@ class ExportReport:
             and {"name": self.head.name, "table": self.head.table, **_size(self.head)},
             "totals": self.totals,
             "parity": self.parity and asdict(self.parity),
-            "benchmark": self.benchmark and asdict(self.benchmark),
             "notes": self.notes,
             "versions": versions(),
         }
@@ -122,8 +117,6 @@ class ExportReport:
         if self.parity is not None:
             rows = _parity_rows(self.parity)
             console.print(_table("Parity with the source", ("what", "result"), rows))
-        if self.benchmark is not None:
-            sys.stdout.write(tables(self.benchmark))
         for note in self.notes:
             console.print(note, highlight=False)
 

@@ -63,12 +63,11 @@ class SpeedOptions:
     @classmethod
     def of(cls, parsed: Namespace) -> Self:
         """Return the options of a command line that `add_arguments` has extended."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: getattr(parsed, name) for name in names if name in parsed})
+        return cls(**{field.name: getattr(parsed, field.name) for field in fields(cls)})
 
 
-def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
-    """Add the arguments of `SpeedOptions`, except `layer_tokens`, to a parser or a group."""
+def add_arguments(parser: Any) -> None:
+    """Add the arguments of `SpeedOptions` to a command line."""
     option, number = parser.add_argument, number_from(1)
     option("--backend", choices=BACKENDS, default="auto", help="the back-end to measure")
     text = "mode of torch.compile, for both sides; none: eager code alone"
@@ -82,9 +81,12 @@ def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
     )
     text = "the phase to keep weights ready for; both keeps two layouts in memory (default: both)"
     option("--target", choices=TARGETS, default="both", help=text)
-    option("--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N")
+    option("--batch-sizes", nargs="+", type=number, default=[1], metavar="N")
     option("--prompt-tokens", type=number, default=2048, metavar="N")
     option("--new-tokens", type=number, default=128, metavar="N")
+    text = "time every kernel on each layer shape at so many tokens; no number: only the models"
+    tokens = {"type": number, "nargs": "*", "default": [*LAYER_TOKENS]}
+    option("--layer-tokens", **tokens, metavar="N", help=text)
 
 
 def _mode(text: str) -> str | None:

@@ -1,11 +1,10 @@
-"""`python -m export.to_sparse CKPT`: pack a pruned checkpoint, prove it equal, time it."""
+"""`python -m export.to_sparse CKPT`: pack a pruned checkpoint, and prove it equal."""
 
 import signal
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from export.timing import SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
 
 
@@ -22,13 +21,12 @@ def main(args: Sequence[str] | None = None) -> None:
         from export.packing import PackingOptions, compress, convert
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
-        names = {option.name for option in fields(PackingOptions)} - {"speed"}
-        chosen = {name: getattr(options, name) for name in names}
         silence_transformers()
         # SIGTERM raises an exception, so that incomplete files are removed.
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
-            packing = PackingOptions(**chosen, speed=SpeedOptions.of(options))
+            chosen = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
+            packing = PackingOptions(**chosen)
             if packing.format == "compressed-tensors":
                 compress(packing)
             else:
@@ -38,8 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _parser() -> Any:
     parser = make_parser(
         "python -m export.to_sparse",
-        "Pack a checkpoint that was pruned, prove that it computes the same, "
-        "and measure its speed.",
+        "Pack a checkpoint that was pruned, and prove that it computes the same.",
     )
     option = parser.add_argument
     text = (
@@ -69,10 +66,7 @@ def _parser() -> Any:
     option("--check-only", action="store_true", help=text)
     text = "text or .jsonl to compare logits on (default: the embedded text)"
     option("--text", nargs="+", default=[], metavar="FILE", help=text)
-    option("--device", help="where to compare and measure (default: cuda if present)")
-    speed = parser.add_argument_group("speed, on a CUDA device")
-    speed.add_argument("--benchmark", action="store_true", help="measure prefill and decode")
-    add_arguments(speed, batch_sizes=[1, 8])
+    option("--device", help="where to compare (default: cuda if present)")
     return parser
 
 

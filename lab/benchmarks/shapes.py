@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.backends import check_backend
 from export.comparison import SpeedReport, compare, tables
-from export.timing import LAYER_TOKENS, SpeedOptions, add_arguments, random_24
+from export.timing import SpeedOptions, add_arguments, random_24
 from mrp_lightning.errors import OptionError
 from mrp_sparse.formats.sparse24 import why_not_packable
 from mrp_sparse.packed_linear import Sparse24Linear
@@ -144,9 +144,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     option = parser.add_argument
     option("--shape", choices=SHAPES, nargs="+", required=True)
-    add_arguments(parser, batch_sizes=[1])
-    text = "time every kernel on each layer shape at so many tokens; no number: only the models"
-    option("--layer-tokens", type=int, nargs="*", default=LAYER_TOKENS, metavar="N", help=text)
+    add_arguments(parser)
     option("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     option("--out", metavar="DIR", help="write SHAPE-BACKEND.md and .json there as it runs")
     parsed = parser.parse_args(args)

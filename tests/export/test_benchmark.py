@@ -28,6 +28,7 @@ from export.comparison import (
 from export.conversion.selection import alike
 from export.timing import (
     COLD_BYTES,
+    LAYER_TOKENS,
     SpeedOptions,
     Timing,
     add_arguments,
@@ -258,13 +259,13 @@ def test_what_there_is_is_saved(tmp_path):
 
 def test_a_command_line_gives_the_options():
     parser = make_parser("benchmark", "")
-    add_arguments(parser, batch_sizes=[1, 8])
-    default = SpeedOptions(batch_sizes=[1, 8])
+    add_arguments(parser)
+    default = SpeedOptions(batch_sizes=[1], layer_tokens=[*LAYER_TOKENS])
     assert SpeedOptions.of(parser.parse_args([])) == default
     assert default.phases == ("prefill", "decode")
     line = "--backend torch --target decode --compile none --batch-sizes 2 --prompt-tokens 3"
-    parsed = parser.parse_args([*line.split(), "--new-tokens", "4"])
-    assert SpeedOptions.of(parsed) == SpeedOptions("torch", "decode", None, [2], 3, 4)
+    parsed = parser.parse_args([*line.split(), "--new-tokens", "4", "--layer-tokens"])
+    assert SpeedOptions.of(parsed) == SpeedOptions("torch", "decode", None, [2], 3, 4, [])
     assert SpeedOptions.of(parsed).phases == ("decode",)
 
 
