@@ -152,6 +152,7 @@ class Headed(pl.LightningModule):
         return self.head(hidden)
 
 
+@pytest.mark.usefixtures("short_library")
 def test_extra_weights_are_saved_with_it(llama, loader, quiet, tmp_path):
     llama().model.save_pretrained(tmp_path / "dense")
     module = Headed(str(tmp_path / "dense"))

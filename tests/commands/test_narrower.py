@@ -34,6 +34,7 @@ def prune(model: Path | str, out: str, text: list[str], *options: str) -> Path:
     return Path(out)
 
 
+@pytest.mark.usefixtures("short_library")
 def test_neurons_then_heads_then_zeros_and_all_that_follows(tiny_llama, text, capsys, tmp_path):
     """As a user runs it; the losses are those of the model's own forward."""
     first = prune(tiny_llama, "neurons", text, "structure=neurons", "sparsity=0.5")
