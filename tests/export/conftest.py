@@ -39,6 +39,14 @@ def keep_two_of_four(weight: Tensor) -> Tensor:
     return weight.masked_fill(SemiStructured(2, 4).select(weight.abs(), 0), 0.0)
 
 
+def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+    """Run an export that must be refused; return what it writes to standard error."""
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == status
+    return capsys.readouterr().err
+
+
 def write_report(directory: Path, layers: Mapping[str, tuple[int, ...]], **config: Any) -> None:
     """Write a report that says that the layers of these shapes were pruned."""
     rows = [LayerReport(name=name, shape=shape) for name, shape in layers.items()]

@@ -17,7 +17,7 @@ from export.conversion.selection import choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 
-from .conftest import Exported, onto_grid, write_report
+from .conftest import Exported, onto_grid, refusal, write_report
 
 FOUR_BITS = {"bits": 4, "group_size": 64}
 DOWN = "model.layers.1.mlp.down_proj"
@@ -36,13 +36,6 @@ def coded(exported: Exported) -> Path:
 @pytest.fixture
 def packed(exported: Exported) -> Path:
     return exported.packed
-
-
-def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(args)
-    assert ended.value.code == status
-    return capsys.readouterr().err
 
 
 def test_the_checkpoint_decides(coded, capsys):

@@ -19,19 +19,12 @@ from export import BitmaskLinear
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 
-from .conftest import thin_out
+from .conftest import refusal, thin_out
 
 
 def logits(directory: Path, ids: Tensor, **options: object) -> Tensor:
     with torch.inference_mode():
         return AutoModelForCausalLM.from_pretrained(directory, **options)(ids).logits
-
-
-def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(args)
-    assert ended.value.code == status
-    return capsys.readouterr().err
 
 
 def test_a_checkpoint_of_no_pattern_becomes_bitmasks(llama, capsys):

@@ -16,6 +16,8 @@ from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 
+from .conftest import refusal
+
 TENSORS = {"lm_head.weight", "lm_head.weight_scales"}
 TABLE = "model.embed_tokens.weight"
 
@@ -138,10 +140,8 @@ def test_damaged_files_are_refused(source, packed, name, spoil, message, capsys)
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(FormatError, match=message):
         export.load(packed)
-    with pytest.raises(SystemExit) as ended:
-        main([str(source), "--check-only", "--head-bits", "8", "--device", "cpu"])
-    assert ended.value.code == 1
-    assert f"lm_head.{name}: " in capsys.readouterr().err
+    again = [str(source), "--check-only", "--head-bits", "8", "--device", "cpu"]
+    assert f"lm_head.{name}: " in refusal(again, capsys, status=1)
 
 
 @pytest.mark.parametrize(
@@ -168,15 +168,12 @@ def test_a_head_that_is_packed_twice_is_refused(packed):
 
 
 def test_what_has_no_such_form_is_refused(source, pruned, capsys, tmp_path):
-    def refusal(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([*map(str, arguments), "--head-bits", "8"])
-        assert ended.value.code == 2
-        return capsys.readouterr().err
-
-    assert "not for `--format dense`" in refusal(source, "--format", "dense")
+    bits = ["--head-bits", "8"]
+    shown = refusal([str(source), "--format", "dense", *bits], capsys)
+    assert "not for `--format dense`" in shown
     odd = pruned(hidden_size=24, intermediate_size=64, num_attention_heads=3, num_key_value_heads=3)
-    assert "a multiple of 16, got 24" in refusal(odd, "--out", tmp_path / "odd")
+    shown = refusal([str(odd), "--out", str(tmp_path / "odd"), *bits], capsys)
+    assert "a multiple of 16, got 24" in shown
     assert not (tmp_path / "odd").exists()
 
 

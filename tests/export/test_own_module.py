@@ -15,7 +15,8 @@ import export
 from callbacks import MRPCallback
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
-from mrp_lightning.records.report import LayerReport, PruningReport
+
+from .conftest import refusal, write_report
 
 QUIET = {
     "accelerator": "cpu",
@@ -132,9 +133,8 @@ def test_layers_of_the_report_must_be_2_of_4(pruned, capsys):
     tensors = load_file(directory / "model.safetensors")
     tensors["blocks.0.up.weight"][0, :4] = 1.0
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(SystemExit):
-        main([str(directory), "--format", "packed"])
-    assert "says, in 1 of 8 layers" in capsys.readouterr().err
+    shown = refusal([str(directory), "--format", "packed"], capsys)
+    assert "says, in 1 of 8 layers" in shown
     main([str(directory), "--format", "packed", "--skip", "blocks.0"])
     report = json.loads((directory.with_name("own-sparse24") / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 3
@@ -145,9 +145,7 @@ def test_the_fast_path_of_torchs_encoder_is_told(tmp_path, caplog, monkeypatch):
     kept = torch.tensor([1.0, 0.0, 0.0, 1.0]).repeat(8)
     encoder.linear2.weight.data.mul_(kept)
     save_file(encoder.state_dict(), tmp_path / "model.safetensors")
-    row = {"name": "linear2", "shape": [16, 32]}
-    report = PruningReport({"method": "SM", "pattern": "2:4"}, [LayerReport(**row)])
-    report.save(tmp_path)
+    write_report(tmp_path, {"linear2": (16, 32)}, pattern="2:4")
     main([str(tmp_path), "--out", f"{tmp_path}-packed"])
     other = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
     export.load_into(other, f"{tmp_path}-packed")

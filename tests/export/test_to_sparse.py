@@ -18,7 +18,7 @@ from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 from mrp_sparse.formats.sparse24 import SPARSE24, pack
 
-from .conftest import write_report
+from .conftest import refusal, write_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,13 +28,6 @@ def set_group(directory: Path, name: str, values: list[float], group: int = 0) -
     tensors = load_file(directory / "model.safetensors")
     tensors[f"{name}.weight"][0, 4 * group : 4 * group + 4] = torch.tensor(values).bfloat16()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-
-
-def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(args)
-    assert ended.value.code == status
-    return capsys.readouterr().err
 
 
 def test_sizes_and_parity_are_shown_and_written(llama, capsys):

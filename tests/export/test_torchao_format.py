@@ -17,6 +17,8 @@ from export.conversion.checkpoint import open_checkpoint
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, OptionError
 
+from .conftest import refusal
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 PROTOTYPE = "ignore:The PyTorch API of SparseSemiStructuredTensor"
@@ -80,10 +82,8 @@ def test_layers_that_torchao_does_not_take_stay_dense(torchao, pruned, tmp_path)
 
 def test_a_model_without_a_layer_for_torchao_is_refused(torchao, pruned, tmp_path, capsys):
     for source in (pruned(dtype=torch.float32, **SIZES), pruned("gpt2", n_embd=64)):
-        with pytest.raises(SystemExit) as ended:
-            main([str(source), "--format", "torchao", "--out", str(tmp_path / "out")])
-        assert ended.value.code == 2
-        assert "no layer that can be packed" in capsys.readouterr().err
+        args = [str(source), "--format", "torchao", "--out", str(tmp_path / "out")]
+        assert "no layer that can be packed" in refusal(args, capsys)
         assert not (tmp_path / "out").exists()
 
 
@@ -122,10 +122,7 @@ def test_what_is_wrong_is_told(torchao, pruned, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it is written")
 def test_without_cuda_it_is_refused_with_the_next_step(llama, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([str(llama), "--format", "torchao"])
-    assert ended.value.code == 2
-    shown = capsys.readouterr().err
+    shown = refusal([str(llama), "--format", "torchao"], capsys)
     assert "are for CUDA devices, and this is 'cpu'" in shown
     assert "`--format packed`" in shown
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
