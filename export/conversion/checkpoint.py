@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from export.loading import read
@@ -24,6 +25,7 @@ from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
     model_class,
+    names_in_model,
     refuse_adapter,
     weight_files,
 )
@@ -112,6 +114,26 @@ class Checkpoint:
         """Read all tensors with their names, with one file at a time in memory."""
         for file in self.files:
             yield from file.read().items()
+
+    def parameters(self, model: PreTrainedModel) -> Iterator[tuple[str, str, bool, Tensor]]:
+        """Read all tensors with the parameters that they are in a model.
+
+        Yields:
+            The name in the files, the name in the model, whether transformers computes the
+            parameter from several tensors or by another conversion, and the tensor.
+        """
+        name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+        for stored, tensor in self.tensors():
+            yield (stored, *name_in_model(stored), tensor)
+
+    def require_dense(self) -> None:
+        """Raise a FormatError if the weights are packed or quantized."""
+        if quantization := self.config.get("quantization_config"):
+            method = quantization.get("quant_method", "unknown")
+            raise FormatError(
+                f"{self.path} is already packed or quantized (`quant_method` {method!r}). Give "
+                "the pruned checkpoint, with dense weights."
+            )
 
     def pretrained_config(self) -> PreTrainedConfig:
         """Return the configuration as a transformers object.

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.selection import Claims, LayerChoice
 from export.conversion.writing import write_converted
-from mrp_lightning.errors import FormatError, OptionError, ParityError, PatternError
-from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.errors import OptionError, ParityError, PatternError
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.targets.blocks import matches, require_matches
 from mrp_sparse.formats.grid import Grid, ScaleType
 
@@ -86,8 +85,7 @@ def choose_compressed(
     path = checkpoint.path
     if not checkpoint.config:
         raise OptionError(f"`--format {FORMAT}` is for transformers models; got {path}.")
-    if checkpoint.config.get("quantization_config"):
-        raise FormatError(f"{path} is packed or quantized already. Give what pruning wrote.")
+    checkpoint.require_dense()
     claims = Claims.read(path)
     if claims.grid is None or claims.layers is None:
         raise PatternError(
@@ -103,10 +101,9 @@ def choose_compressed(
         if name in linear and not any(matches(name, pattern) for pattern in skip)
     }
     group_size, misfits = _group_size(claims.grid.group_size, [linear[n] for n in wanted]), {}
-    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
     layers, bits = [], _BITS[0]
-    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes"):
-        parameter, is_converted = name_in_model(stored)
+    tensors = track(checkpoint.parameters(model), checkpoint.num_tensors, "finding codes")
+    for stored, parameter, is_converted, tensor in tensors:
         name, _, kind = parameter.rpartition(".")
         if kind != "weight" or name not in wanted or is_converted or tensor.ndim != 2:
             continue

@@ -65,10 +65,11 @@ def write_gguf(
     if like is not None:
         with reading(like, "--like"):  # a damaged file is refused before the checkpoint is read
             bounded_gguf(like)
-    if not checkpoint.config or checkpoint.config.get("quantization_config"):
+    checkpoint.require_dense()
+    if not checkpoint.config:
         raise FormatError(
-            f"{checkpoint.path} is no dense Hugging Face checkpoint. Give the directory that "
-            "pruning wrote, not one that is packed."
+            f"{checkpoint.path} is no Hugging Face checkpoint. Give the directory that pruning "
+            "wrote of a transformers model."
         )
     layout = layout_of_family(checkpoint) if like is None else layout_like(checkpoint, like)
     writer = GGUFWriter(out, layout.architecture)

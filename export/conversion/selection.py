@@ -346,12 +346,7 @@ def choose_layers(
         model of its configuration.
         TargetError: A pattern in `skip` matches nothing.
     """
-    if quantization := checkpoint.config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise FormatError(
-            f"{checkpoint.path} is already packed or quantized (`quant_method` {method!r}). Give "
-            "the pruned checkpoint, with dense weights."
-        )
+    checkpoint.require_dense()
     claims = Claims.read(checkpoint.path)
     if form is None and _fits_four_bits(claims.grid):
         form = BITMASK4

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.backends import TORCHAO_METHOD, TORCHAO_VERSION, store_torchao
 from export.conversion.checkpoint import Checkpoint
@@ -17,7 +16,7 @@ from export.conversion.selection import LayerChoice
 from mrp_lightning.errors import OptionError
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
-from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_sparse.eight_bit_head import Head
 from mrp_sparse.formats.eight_bit import VERSION, pack
 from mrp_sparse.formats.packed_format import NOTE
@@ -85,11 +84,9 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
         head = Head.of(model)
     except OptionError as error:
         raise OptionError(f"`--head-bits 8`: {error}") from error
-    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
     parameters = [f"{head.name}.weight"] + ([] if head.table is None else [f"{head.table}.weight"])
     weights: dict[str, tuple[str, Tensor]] = {}
-    for stored, tensor in checkpoint.tensors():
-        parameter, is_converted = name_in_model(stored)
+    for stored, parameter, is_converted, tensor in checkpoint.parameters(model):
         if parameter in parameters and not is_converted and tensor.dtype in _HEAD_DTYPES:
             weights[parameter] = stored, tensor
     if not weights:
