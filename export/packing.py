@@ -228,6 +228,7 @@ class _Export:
 
     """Raise, before anything is read, if options contradict each other or this machine."""
 
+
 def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:
     is_head = head is not None and layer.name == head.name
     return "it has 8 bits, by `--head-bits`" if is_head else None
