@@ -60,7 +60,7 @@ class EightBitLinear(FrozenLinear):
         return unpack(self.weight, self.weight_scales)
 
     def damage(self) -> str | None:
-        """Return the reason why the tensors were never packed together, or `None`."""
+        """Return why the tensors cannot be the result of packing, `None` if they can."""
         return damage(self.weight, self.weight_scales)
 
     def _multiply(self, x: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
     """Replace out-of-memory errors in this context by an `OutOfMemoryError` with the next step.
 
     Args:
-    device: The device on which the model is pruned.
-    offload: Whether blocks and activations stay on the CPU already.
+        device: The device on which the model is pruned.
+        offload: Whether blocks and activations stay on the CPU already.
     """
     try:
         yield

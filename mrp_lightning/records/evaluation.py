@@ -14,7 +14,7 @@ from mrp_lightning.records.model_card import add_perplexities
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
 UNNAMED = "text"
-"""The name of a text to evaluate on that has none, such as the only one."""
+"""The name of an unnamed evaluation text, such as a single one."""
 
 Scores = Mapping[str, float | int | None]
 """Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
@@ -42,9 +42,9 @@ class Evaluation:
             has scores itself `depth`, the number of such groups around it.
         continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
             writes, always with the most likely token.
-        dense: What `perplexity` has, of the model before it was pruned, on the same windows.
-        model: Where the model was loaded from.
-        versions: Of the libraries; those of the last evaluation where several were recorded.
+        dense: `perplexity` of the model before it was pruned, on the same windows.
+        model: The directory or hub id of the model.
+        versions: The versions of the libraries in the last recorded evaluation.
         format_version: Raised when a key changes its meaning.
     """
 

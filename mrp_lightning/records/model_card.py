@@ -23,7 +23,7 @@ _RECIPE = (
     *("blocks", "true_sequential", "skip_indivisible", "structure"),
 )
 _DIRECTORIES = re.compile(r"(?<![\w.:/])(?:/|~/|(?:\.\./)+)[^\s'\"=,]*/(?=[^\s'\"=,/])")
-"""The directories of a path in a command that is not relative to a directory here."""
+"""Matches the directories of paths in a command that start with `/`, `~` or `..`."""
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 
 
@@ -36,17 +36,17 @@ def model_card(
 ) -> str:
     """Return a short README for a pruned checkpoint, which the Hugging Face hub can show.
 
-    It states no license: that is for the base model's card.
+    It states no license, which is up to the base model's card.
 
     Args:
         report: The report of a run that is complete.
-        base_model: The directory or hub id of the dense model, or its class, if it is known.
+        base_model: The directory or hub id of the dense model, or its class; `None` if unknown.
         library: The library that loads the checkpoint, if one does.
         num_bytes: The bytes of the weights, if they are known.
     """
     totals, config = report.totals, report.config
     narrowed, bits = report.narrowed, config.get("bits")
-    # The hub knows no local directory, and nobody else needs to know where one lies.
+    # A local directory means nothing to the hub, and may be private.
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
     trained = report.provenance.get("trained", {})
@@ -85,9 +85,9 @@ def with_section(card: str, title: str, lines: Sequence[str]) -> str:
 
 
 def made_by(*commands: str | None) -> list[str]:
-    """Return the lines of a section that name the commands that made a model, if any is known.
+    """Return the lines of a section with the commands that made a model; none if unknown.
 
-    Files are called by their names, without the directories of this machine.
+    Paths appear without the directories of this machine.
     """
     known = [_DIRECTORIES.sub("", command) for command in commands if command]
     return ["", "Made by:", "", "```", *known, "```"] if known else []
@@ -105,7 +105,7 @@ def with_perplexities(
 ) -> str:
     """Return a card with perplexities, as in `Evaluation`, in a section and in the metadata.
 
-    Those of the dense model, where they are known, are next to them in the section.
+    The section also has the dense model's perplexities, if they are known.
     """
     complete = {
         text: scores
@@ -124,7 +124,7 @@ def with_perplexities(
     card = with_section(card, "Perplexity", [*lines, *rows])
     try:
         return _with_results(card, complete)
-    except Exception as error:  # the parser's, and whatever values of the wrong kind lead to
+    except Exception as error:  # of any type: from the parser, or from values of the wrong type
         log.warning(
             "The metadata of the model card cannot be read, and stays as it is (%s: %s). The "
             "perplexities are in the text of the card alone.",

@@ -213,7 +213,7 @@ class PruningReport:
     def skip(
         self, name: str, shape: tuple[int, ...], reason: str, block: str | None = None
     ) -> None:
-        """Add a layer that is left dense, and why; `block` is the name of the one that it is in."""
+        """Add a layer that stays dense, with the reason and the name of its block."""
         log.info("%s is left dense: %s", name, reason)
         self.layers.append(LayerReport(name=name, shape=shape, skipped=reason, block=block))
 
@@ -236,7 +236,7 @@ class PruningReport:
             self.blocks.append(row)
 
     def replace(self, rows: Iterable[LayerReport]) -> None:
-        """Put rows in place of those of the same layers."""
+        """Replace the rows of the same layers."""
         by_name = {row.name: row for row in rows}
         self.layers = [by_name.get(row.name, row) for row in self.layers]
 
@@ -246,11 +246,11 @@ class PruningReport:
         return self.pruned_since(0)
 
     def rows_since(self, first: int) -> list[LayerReport]:
-        """Return the rows after the first ones of the report, of pruned and of skipped layers."""
+        """Return the rows from index `first` on, of pruned and of skipped layers."""
         return self.layers[first:]
 
     def pruned_since(self, first: int) -> list[LayerReport]:
-        """Return the pruned layers after the first rows of the report."""
+        """Return the rows of pruned layers from index `first` on."""
         return [row for row in self.rows_since(first) if row.skipped is None]
 
     @property
@@ -336,8 +336,8 @@ class PruningReport:
 
         Raises:
             FileNotFoundError: There is no such file.
-            FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
-                listed.
+            FormatError: The file is damaged, or of a newer version of mrp-lightning. The message
+            lists all problems.
         """
         content = read_json(path, "prune again", FORMAT_VERSION)
         return cls.from_dict(content, str(path), "delete it, or prune again")
@@ -348,12 +348,12 @@ class PruningReport:
 
         Args:
             content: The report as plain containers.
-            source: Where it comes from, for messages.
-            remedy: The next step where it is damaged.
+            source: The origin of the report, for messages.
+            remedy: The next step for a damaged report, for messages.
 
         Raises:
-            FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
-                listed.
+            FormatError: The report is damaged, or of a newer version of mrp-lightning. The message
+                lists all problems.
         """
         check_version(content, source, FORMAT_VERSION, "prune again")
         stored = as_dataclass(_Content, content, source, remedy)
@@ -377,10 +377,10 @@ class PruningReport:
 
 
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return the earlier prunings of the model in a directory, by its report, if it has one.
+    """Return the earlier prunings of the model in a directory, from its report, if it has one.
 
-    The first pruning comes first: `method`, and `sparsity` or `pattern`. A report that cannot be
-    read is left out, with a warning.
+    Each has `method`, and `sparsity` or `pattern`; the earliest comes first. A report that cannot
+    be read is ignored, with a warning.
     """
     file = Path(directory) / NAME
     if not file.is_file():
@@ -401,7 +401,7 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class _Totals:
-    """The `totals` of a file; those with a default are not in the files of all versions."""
+    """The `totals` of a file; fields with a default are missing in files of older versions."""
 
     layers: float | None
     skipped: float | None
@@ -420,7 +420,7 @@ class _Totals:
 
 @dataclass(kw_only=True)
 class _Config:
-    """The part of the `config` of a file that readers count on."""
+    """The part of the `config` of a file that readers use."""
 
     method: str
     sparsity: Any = None
@@ -457,7 +457,7 @@ class _Content:
     def __post_init__(self) -> None:
         known = {row.block for row in self.layers if row.block is not None}
         others = [repr(row.name) for row in self.blocks if known and row.name not in known]
-        if others:  # no layer says its block in the reports of older versions
+        if others:  # layers have no block in the reports of older versions
             raise ValueError(f"`blocks` names blocks that no layer is in: {', '.join(others)}")
 
 
@@ -468,10 +468,10 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
     """Return the layers of a report with their losses, in lines of at most 100 characters.
 
     Args:
-        layers: Its rows; those that are left dense say why.
-        totals: Its `totals`.
+        layers: The rows of the report; a layer that stayed dense has the reason.
+        totals: The `totals` of the report.
     """
-    from rich.console import Console  # only where a report is shown
+    from rich.console import Console  # slow to import, and only needed here
     from rich.table import Table
 
     table = Table()

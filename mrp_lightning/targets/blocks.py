@@ -50,11 +50,11 @@ def require_matches(
     """Raise if a pattern matches no name.
 
     Args:
-            argument: The argument that holds the patterns, for the message.
-            patterns: The patterns.
-            names: The names of the modules.
-            prefix: The prefix that names lack in the checkpoint.
-            shown: Maps a name to its form in the message.
+        argument: The argument that holds the patterns, for the message.
+        patterns: The patterns.
+        names: The names of the modules.
+        prefix: The prefix that names lack in the checkpoint.
+        shown: Maps a name to its form in the message.
 
     Raises:
         TargetError: The message lists every such pattern with the nearest names, or all malformed

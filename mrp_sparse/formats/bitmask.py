@@ -1,4 +1,4 @@
-"""The bitmask format: one bit a weight, and the weights that are not zero, whatever their pattern.
+"""The bitmask format: one bit for each weight, and the values of the non-zero weights.
 
 `mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
@@ -37,14 +37,14 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The kept values, row after row in the order of their columns, 1-D in the weight's dtype; and
-        bits, uint8 (rows, ceil(columns / 8)), which say where they were.
+        bits, uint8 (rows, ceil(columns / 8)), 1 at their positions.
 
     Raises:
-        PatternError: It is no matrix.
+        PatternError: The weight is no matrix.
     """
     if reason := why_no_matrix(weight.shape):
         raise PatternError(f"This weight cannot be packed: {reason}.")
-    # torch selects by way of indices of 16 bytes a value, so that some rows go at a time.
+    # torch selects by indices of 16 bytes a value: chunks of rows bound that memory.
     some = weight.split(max(1, _WEIGHTS_AT_A_TIME // max(1, weight.shape[1])))
     values, bits = zip(*map(_pack_rows, some), strict=True)
     return torch.cat(values).view(weight.dtype), torch.cat(bits)
@@ -79,7 +79,7 @@ def row_offsets(bits: Tensor) -> Tensor:
 
 
 def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
-    """Return the reason why these tensors were never packed together, or `None`."""
+    """Return why these tensors cannot be the result of `pack`, `None` if they can."""
     marked = int(count_bits(bits).sum())
     if marked != values.numel():
         return f"{marked} weights are marked as kept, and there are {values.numel()} values"
@@ -101,7 +101,7 @@ def count_bits(bits: Tensor) -> Tensor:
 
 
 def _kept(weight: Tensor) -> Tensor:
-    """Return where any bit but the sign is set, the same for NaN and denormals on any CPU."""
+    """Return where any bit but the sign is set, which treats NaN and denormals alike on any CPU."""
     integers = as_integers(weight)
     return integers & torch.iinfo(integers.dtype).max != 0
 

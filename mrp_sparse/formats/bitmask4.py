@@ -1,4 +1,4 @@
-"""Bitmasks of four bits: one bit a weight, a nibble for each that is kept, and scales.
+"""The four-bit bitmask format: one bit for each weight, a nibble for each non-zero one, and scales.
 
 `mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
@@ -12,7 +12,7 @@ from mrp_sparse.formats.grid import grid_of_bits
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 64
-"""Consecutive columns of a row that share a scale, and whose nibbles begin at a byte."""
+"""Columns of a group, which share a scale, and whose nibbles begin at a byte."""
 GRID = grid_of_bits(4, GROUP)
 _LARGEST = 8
 """Codes are −8 to 8 without zero, which is not stored: nibble n is n − 8, or n − 7 from 8 on."""
@@ -51,8 +51,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (rows, ceil(columns / 64)) in the weight's dtype.
 
     Raises:
-        PatternError: It is no matrix.
-        FormatError: It is not on the grid; the message names the first row and group that is not.
+        PatternError: The weight is no matrix.
+        FormatError: The weight is not on the grid. The message names the first such row and group.
     """
     if reason := why_no_matrix(weight.shape):
         raise PatternError(f"This weight cannot be packed: {reason}.")
@@ -80,8 +80,7 @@ def _pack_rows(codes: Tensor) -> Tensor:
 def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tensor:
     """Return the weight (rows, columns) that was packed, equal to the bit, in the scales' dtype.
 
-    No value is looked at by the host, and nothing is copied to the device, so that a CUDA graph can
-    capture it.
+    The host reads no value and copies nothing to the device, so that a CUDA graph can capture it.
     """
     kept = _kept_by_group(bits)
     rows, groups, _ = kept.shape
@@ -107,7 +106,7 @@ def row_offsets(bits: Tensor) -> Tensor:
 
 
 def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str | None:
-    """Return the reason why these tensors were never packed together, or `None`."""
+    """Return why these tensors cannot be the result of `pack`, `None` if they can."""
     if nibbles.dtype != torch.uint8 or bits.dtype != torch.uint8:
         return f"expected uint8, got {nibbles.dtype} for the codes and {bits.dtype} for the bits"
     if not scales.is_floating_point():

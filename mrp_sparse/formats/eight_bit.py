@@ -1,4 +1,4 @@
-"""A head of 8 bits: each row is whole numbers from −127 to 127 times its scale.
+"""The format of an 8-bit head: each row is integers from −127 to 127 times a scale.
 
 `mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
@@ -8,20 +8,20 @@ from torch import Tensor
 
 LARGEST = 127
 COLUMNS = 16
-"""Divisor of the columns: for others torch's product reads behind the end of a row."""
+"""The number of columns is a multiple of this: otherwise torch's product reads past a row's end."""
 VERSION = 1
-"""Version of the format that is written and read."""
+"""The version of the format."""
 
 
 def why_not_rounded(columns: int) -> str | None:
-    """Return the reason why a weight of `columns` has no form of 8 bits, or `None`."""
+    """Return why a weight of `columns` columns cannot be stored in 8 bits, `None` if it can."""
     if columns % COLUMNS:
         return f"a head of 8 bits needs columns in a multiple of {COLUMNS}, got {columns}"
     return None
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to whole numbers, with the scale that makes its largest weight 127.
+    """Round each row to integers, with the scale that makes its largest weight 127.
 
     Args:
         weight: (rows, columns), floating point, finite.
@@ -42,7 +42,7 @@ def unpack(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def damage(codes: Tensor, scales: Tensor) -> str | None:
-    """Return the reason why these tensors were never packed together, or `None`."""
+    """Return why these tensors cannot be the result of `pack`, `None` if they can."""
     if codes.dtype != torch.int8 or not scales.is_floating_point():
         return f"expected int8 and floating-point scales, got {codes.dtype} and {scales.dtype}"
     if len(scales) != len(codes):

@@ -1,4 +1,4 @@
-"""The kernels that the operator can run on a CUDA device, and what each of them refuses.
+"""The kernels that the operator can run on a CUDA device, and the calls that each cannot run.
 
 All of them map (tokens, in) with a packed weight to (tokens, out). They read the packed format;
 cuSPARSELt alone needs a layout of its own, another 0.5625 of the dense bytes, which `compress`
@@ -26,7 +26,8 @@ _TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
 """Triton addresses elements with 32 bits."""
 SOME_TOKENS = 256
-"""The most that the kernel for small batches takes: it decodes a weight anew for every 16 to 64."""
+"""The most tokens of the kernel for small batches, which decodes a weight for every 16 to 64
+tokens."""
 
 
 class PackedWeight(NamedTuple):
@@ -43,9 +44,9 @@ class PackedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A product that a kernel is asked for: (tokens, in) times the transpose of (out, in).
+    """The shapes of a product to compute: (tokens, in) times the transpose of (out, in).
 
-    `compressed` is whether the weight also has cuSPARSELt's layout.
+    `compressed` is true if the weight also exists in cuSPARSELt's layout.
     """
 
     tokens: int
@@ -61,10 +62,9 @@ class Kernel:
     """A way to multiply with a packed weight.
 
     Attributes:
-        multiply: `multiply(x, weight, bias, **config)` gives x Wᵀ + bias for x (tokens, in).
-        refuse: Gives the reason why it cannot take a call, or `None`.
-        configs: The configurations worth measuring; the first one is used where nothing was
-            measured.
+        multiply: Called as `multiply(x, weight, bias, **config)`: x Wᵀ + bias for x (tokens, in).
+        refuse: Returns why the kernel cannot run a call, `None` if it can.
+        configs: The configurations to measure; without measurements, the first one is used.
     """
 
     multiply: Callable[..., Tensor]
@@ -89,7 +89,7 @@ def triton_missing(device: torch.device) -> str | None:
         values = torch.zeros(1, 4, dtype=torch.float16, device=device)
         meta = torch.zeros(1, 1, dtype=torch.uint8, device=device)
         triton_kernels.unpack(values, meta)
-    except Exception as error:  # of Triton, of the compiler, or of the driver
+    except Exception as error:  # of any type: from Triton, the compiler or the driver
         reason = f"Triton cannot run a program here ({first_line(error)})"
         log.warning(
             "%s. Packed 2:4 layers run without it, more slowly. Triton needs a C compiler (gcc or "
@@ -215,9 +215,9 @@ KERNELS: dict[str, Kernel] = {
     "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
     "unpack-dense": Kernel(_unpack_dense, lambda _: None),
 }
-"""The kernels by name, in the order of preference where nothing was measured."""
+"""The kernels by name, in the order of preference without measurements."""
 
 
 def usable(call: Call) -> dict[str, Kernel]:
-    """Return the kernels that take a call; `unpack-dense` always does."""
+    """Return the kernels that can run a call, among them always `unpack-dense`."""
     return {name: kernel for name, kernel in KERNELS.items() if kernel.refuse(call) is None}

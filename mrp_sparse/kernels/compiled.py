@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs: built on first use, and missing where there is no compiler."""
+"""The compiled kernels for CPUs, built on first use if there is a compiler."""
 
 import functools
 import logging
@@ -68,7 +68,7 @@ def _build() -> str | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / "processes.lock"):
-            (directory / "lock").unlink(missing_ok=True)  # torch would wait for a killed process's
+            (directory / "lock").unlink(missing_ok=True)  # of a killed process
             if not any(directory.glob(f"{NAME}.*")):
                 log.warning("Compiling the kernels for packed weights, once: about a minute.")
             cpp_extension.load(
@@ -87,12 +87,12 @@ def _build() -> str | None:
 
 
 _OPENMP = ("-fopenmp",) if sys.platform == "linux" else ()
-"""torch's threads on Linux; elsewhere compilers have other flags for them, or none."""
+"""The flags for torch's threads on Linux; other systems have other flags, or none."""
 
 
 @contextmanager
 def _scripts_on_path() -> Iterator[None]:
-    """Add the scripts of this environment to PATH: ninja is one, activated or not."""
+    """Add the scripts of this environment, such as ninja, to PATH, in case it is not active."""
     path = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), path))
     try:

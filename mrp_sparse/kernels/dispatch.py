@@ -1,7 +1,7 @@
-"""The operator on CUDA devices: a kernel is chosen for every call, by its shape, and runs.
+"""The operator on CUDA devices: choose a kernel for each call by its shape, and run it.
 
-The choice is the kernel that was measured to be the fastest of the usable ones or, where nothing
-was measured, the first usable one of the default order.
+The choice is the usable kernel with the shortest measured time or, without measurements, the first
+usable one in the default order.
 """
 
 import functools
@@ -27,7 +27,8 @@ from mrp_sparse.kernels.operator import linear24
 
 VERSION = 1
 STORED_DENSE = "stored dense"
-"""The baseline: the same pruned weight kept as an ordinary matrix. No kernel has this name."""
+"""The name of the baseline, the same pruned weight as an ordinary matrix; no kernel has this
+name."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class _Contestant:
 
     @property
     def problem(self) -> tuple[int, int, str, int]:
-        """The shape, the dtype and the number of tokens: all but the kernel."""
+        """The shape, the dtype and the number of tokens."""
         return self.out_features, self.in_features, self.dtype, self.tokens
 
 
 @dataclass(frozen=True)
 class Measurement(_Contestant):
-    """The time of a kernel, in its best configuration.
+    """The time of a kernel in its best configuration.
 
-    In microseconds: the median of the repeats, and their 20th and 80th percentiles.
+    Times are in microseconds: the median of the repeats, and their 20th and 80th percentiles.
     """
 
     config: Mapping[str, int]
@@ -80,8 +81,8 @@ class KernelTimes:
     def at(self, call: Call) -> list[Measurement]:
         """Return the measurements of a shape at the nearest number of tokens, the fastest first.
 
-        Nearest by ratio, and within a factor of two: else nothing is known. One token is a problem
-        of its own, for which no other number of tokens stands in.
+        The nearest number by ratio, within a factor of two; else the list is empty. For one token,
+        only measurements of one token count.
         """
         tokens = call.tokens
         shape = call.out_features, call.in_features, str(call.dtype).removeprefix("torch.")
@@ -120,7 +121,7 @@ class KernelTimes:
         """Read what `save` wrote.
 
         Raises:
-            FormatError: The file is no such thing, or of another version.
+            FormatError: The file has no such content, or is of another version.
         """
         content = read_json(path, "measure again")
         if content.get("version") != VERSION:
@@ -161,11 +162,11 @@ def cache_path(environment: Mapping[str, Any]) -> Path:
 
 
 _FEW_TOKENS = 64
-"""Number of tokens up to which reading the weight takes the time."""
+"""Number of tokens up to which the time is that of reading the weight."""
 _MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
 
 log = logging.getLogger(__name__)
-_times: dict[str, KernelTimes] = {}  # by device; `use_times` set them, or they were on the disk
+_times: dict[str, KernelTimes] = {}  # by device: set by `use_times`, or read from the disk
 
 
 @linear24.register_kernel("cuda")

@@ -1,10 +1,10 @@
 """The operators of packed layers: `mrp_lightning::linear24`, `linear_bitmask`, `…4` and `linear8`.
 
-They are opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside them,
-where the number of tokens is known, so that a new number costs no recompilation and every CUDA
-graph captures its own choice: on CUDA devices by `dispatch`. What is here takes the calls of all
-other devices: it unpacks the weight and multiplies as a dense one. On a CPU it does so only until
-the compiled kernels are there, which register themselves for it and take all calls from then on.
+They are opaque to `torch.compile` and `torch.export`: the kernel is chosen inside the operator,
+where the number of tokens is known, so that a new number needs no recompilation and every CUDA
+graph captures its own choice. On CUDA devices, `dispatch` chooses. The implementations in this
+module serve all other devices: they unpack the weight and multiply densely. On a CPU, the compiled
+kernels replace them once they are built.
 
 Under autocast all floating operands are cast, as those of `F.linear` are.
 """
@@ -25,7 +25,7 @@ from mrp_sparse.formats.sparse24 import SPARSE24, spread
 from mrp_sparse.kernels import compiled
 
 MAX_ERROR_RATIO = 1.5
-"""Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""
+"""The largest error of a kernel, relative to the error of the dense product in the same dtype."""
 
 
 @torch.library.custom_op("mrp_lightning::linear24", mutates_args=())
@@ -60,11 +60,12 @@ def linear_bitmask(
     """Compute x Wᵀ + bias with W = unpack(values, bits, columns).
 
     Args:
-        x: Input (..., columns), in the dtype of `values`. One that is too narrow for the bits is
-            refused on a CPU; one that is wider within the last byte is not noticed.
+        x: Input (..., columns), in the dtype of `values`. Fewer columns than the bits have raise on
+            a CPU; more columns within the last byte are not detected.
         values: Kept values, row after row in the order of their columns.
-        bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
-        offsets: Where the values of each row begin, int64 (rows,); the end of the last may follow.
+        bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
+        offsets: The index of each row's first value, int64 (rows,); the end of the last row may
+        follow.
         bias: Added to each output, (rows,).
 
     Returns:
@@ -73,7 +74,7 @@ def linear_bitmask(
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
     _check_bitmask(x, bits)
-    # A look at the bits would have other devices wait, which a CUDA graph cannot.
+    # Reading the bits would synchronise other devices, which a CUDA graph forbids.
     if x.device.type == "cpu" and (damage := bitmask.damage(values, bits, x.shape[-1])):
         raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
     return F.linear(x, bitmask.unpack(values, bits, x.shape[-1]), bias)
@@ -92,12 +93,12 @@ def linear_bitmask4(
     """Compute x Wᵀ + bias with W = unpack(nibbles, bits, scales, columns).
 
     Args:
-        x: Input (..., columns), in the dtype of `scales`. One that is too narrow for the bits is
-            refused on a CPU; one that is wider within the last byte is not noticed.
+        x: Input (..., columns), in the dtype of `scales`. Fewer columns than the bits have raise on
+            a CPU; more columns within the last byte are not detected.
         nibbles: Codes of the kept values, uint8, two in a byte, group after group.
-        bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
+        bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
         scales: Scales (rows, ceil(columns / 64)).
-        offsets: Where the codes of each row begin, int64 (rows,).
+        offsets: The index of each row's first byte of codes, int64 (rows,).
         bias: Added to each output, (rows,).
         eight_bits: Whether the compiled kernel may round up to 8 tokens of bfloat16 to 8 bits, with
             a scale for each 64 columns.
@@ -172,7 +173,7 @@ def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> T
 
 
 def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the stored tensors of the weight for the gradient of the input."""
+    """Save the weight's packed tensors for the gradient of the input."""
     del output
     x, *tensors = inputs
     ctx.columns, ctx.num_inputs = x.shape[-1], len(inputs)
@@ -204,7 +205,7 @@ def _autocast(
         _cast(operand, device) if i in floating else operand for i, operand in enumerate(operands)
     ]
     if operator is linear24 and cast[1] is not operands[1]:
-        cast[4:] = [None]  # cuSPARSELt's layout holds the weight in the dtype that it had
+        cast[4:] = [None]  # cuSPARSELt's layout holds the weight in its original dtype
     with torch.autocast(device, enabled=False):
         return operator(*cast)
 

@@ -1,6 +1,6 @@
-"""Triton kernels that read the packed format as it lies on disk: no second copy of a weight.
+"""Triton kernels that read the packed format as stored on disk, without a second copy of a weight.
 
-Importing this module needs Triton. `triton_programs.py` is what runs on the device.
+Importing this module needs Triton. `triton_programs.py` holds the device code.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ def gemv(
 ) -> Tensor:
     """Multiply one token, y = W x + b: x is (1, in), y is (1, out).
 
-    Sums in float32. A thread takes four groups of a row a step: with more of them, or fewer, Triton
-    exchanges them between threads.
+    Sums are in float32. In each step a thread reads four groups of a row: with another number,
+    Triton would exchange data between threads.
 
     Args:
         x: Input of dtype float16 or bfloat16, like the values.
@@ -39,7 +39,8 @@ def gemv(
         bias: Added to each output, (out,), or `None`.
         rows: Output rows of a program, a power of two.
         groups: Groups of four columns of a step, a power of two; rows × groups is at least 128.
-        unroll: Steps whose loads are under way together: a warp waits for memory less often.
+        unroll: Number of steps whose loads are issued together, so that a warp waits for memory
+            less often.
     """
     out_features, columns = values.shape[0], 2 * values.shape[1]
     y = _result(1, out_features, x)
@@ -75,7 +76,7 @@ def gemm(
     columns: int = 128,
     stages: int = 3,
 ) -> Tensor:
-    """Multiply a few tokens, Y = X Wᵀ + b, loaded sparse and multiplied dense: x is (tokens, in).
+    """Multiply a few tokens, Y = X Wᵀ + b with x (tokens, in), with a packed weight as dense tiles.
 
     Without a split a program has a warp for each 16 of its rows. With one it has a warp for each
     part of the columns, so that few rows still make enough work.
@@ -131,7 +132,7 @@ def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) ->
 
 
 def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same bits in words of `dtype`, at an address that vector loads may start at."""
+    """Return the same bits as words of `dtype`, at an address that is aligned for vector loads."""
     tensor = tensor.contiguous()
     if tensor.data_ptr() % 16:
         tensor = tensor.clone()
@@ -145,7 +146,7 @@ def _result(tokens: int, out_features: int, x: Tensor) -> Tensor:
 
 
 def _readable(bias: Tensor | None) -> Tensor | None:
-    # Nor can the interpreter read bfloat16.
+    # The interpreter cannot read bfloat16 either.
     return bias.float() if interpreting() and bias is not None else bias
 
 

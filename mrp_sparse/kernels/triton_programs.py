@@ -1,9 +1,9 @@
-"""The programs that Triton compiles for the device.
+"""The device code that Triton compiles.
 
 A packed row holds, for each group of four input columns, two 16-bit values (one 32-bit word here)
-and one nibble i₀ | i₁<<2 with the columns they belong to. `gemv_program` picks the two activations
-of a group by shifting the 64 bits that hold all four of them; `gemm_program` shifts the two values
-to where they belong and multiplies densely; `unpack_program` writes that out.
+and one nibble i₀ | i₁<<2 with their columns in the group. `gemv_program` selects the two
+activations of a group by shifting the 64 bits that hold all four; `gemm_program` shifts the two
+values to their columns and multiplies densely; `unpack_program` writes the shifted values.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _widen(bits, BF16: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The low 16 bits of an int32, as float32."""
+    """Return the low 16 bits of an int32 as float32."""
     if BF16:  # bfloat16 is the upper half of float32
         wide = (bits << 16).to(tl.float32, bitcast=True)
     else:
@@ -35,7 +35,7 @@ def gemv_program(  # type: ignore[no-untyped-def]
     BF16: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """One token times ROWS rows, GROUPS groups a step, with the loads of UNROLL steps at once."""
+    """Multiply one token by ROWS rows, GROUPS groups a step, with UNROLL steps' loads at once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     partial = tl.zeros([ROWS, GROUPS], tl.float32)
     for start in tl.range(0, COLUMNS // 4, GROUPS, loop_unroll_factor=UNROLL):
@@ -44,15 +44,16 @@ def gemv_program(  # type: ignore[no-untyped-def]
         two = tl.load(
             values_ptr + row[:, None] * (COLUMNS // 4) + group[None, :], mask=inside, other=0
         )
-        # Each byte once, for two neighbours: no other way gives the nibbles the weights' layout.
+        # Each byte is loaded once for two adjacent groups: only so the nibbles get the weights'
+        # layout.
         pair = start // 2 + tl.arange(0, GROUPS // 2)
         whole = (row < out_features)[:, None] & (pair < COLUMNS // 8)[None, :]
         byte = tl.load(
             meta_ptr + row[:, None] * (COLUMNS // 8) + pair[None, :], mask=whole, other=0
         ).to(tl.int32)
         nibble = tl.join(byte, byte >> 4).reshape(ROWS, GROUPS)
-        # As wide as the weights, though all rows read the same: loads of one shape share a layout,
-        # and nothing has to be exchanged between threads.
+        # As wide as the weights, although all rows read the same values: loads of one shape share a
+        # layout, so that threads exchange nothing.
         four = tl.load(x_ptr + row[:, None] * 0 + group[None, :], mask=inside, other=0)
         first = (four >> ((nibble & 3) << 4).to(tl.int64)).to(tl.int32)
         second = (four >> ((nibble & 12) << 2).to(tl.int64)).to(tl.int32)
@@ -66,7 +67,7 @@ def gemv_program(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _columns(two, nibble):  # type: ignore[no-untyped-def]
-    """The four columns of a group as one int64: each kept value, shifted to where it belongs."""
+    """Return the four columns of a group as one int64: each kept value at its column."""
     first = (two & 0xFFFF).to(tl.int64) << ((nibble & 3) << 4).to(tl.int64)
     second = ((two >> 16) & 0xFFFF).to(tl.int64) << ((nibble & 12) << 2).to(tl.int64)
     return first | second
@@ -74,7 +75,7 @@ def _columns(two, nibble):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _column(even, odd, NUMBER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One of the four columns of two groups; their new axis comes before those that follow."""
+    """Return column NUMBER of two adjacent groups, joined along a new last axis."""
     return tl.join(
         (even >> (16 * NUMBER)).to(tl.int16),
         (odd >> (16 * NUMBER)).to(tl.int16),
@@ -83,7 +84,7 @@ def _column(even, odd, NUMBER: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _operand(bits, BF16: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bits of an int16, as what `tl.dot` multiplies."""
+    """Return int16 bits as the floating-point operand of `tl.dot`."""
     if WIDE:  # the interpreter has no bfloat16 products
         value = _widen(bits.to(tl.int32), BF16)
     elif BF16:
@@ -111,7 +112,7 @@ def gemm_program(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """TOKENS tokens times ROWS rows, with the columns in SPLIT parts, PAIRS bytes a step."""
+    """Multiply TOKENS tokens by ROWS rows, the columns in SPLIT parts, PAIRS bytes a step."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[None, :]
     # Two groups are one byte of meta and one word of values: tiles of one shape, so that decoding
@@ -165,7 +166,7 @@ def unpack_program(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """ROWS rows of GROUPS groups, dense."""
+    """Write ROWS rows of GROUPS groups as dense values."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
     inside = (row < out_features) & (group < COLUMNS // 4)
