@@ -8,6 +8,7 @@ from shapes import SHAPES, packed_copy, prunable, random_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from export import generate
 from export.comparison import Decoder, dense_copy, prefill
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
@@ -16,6 +17,7 @@ from export.conversion.writing import write_packed
 from export.loading import expand_bitmasks, load
 from export.packing import PackingOptions, convert
 from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_sparse import decoding
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.packed_linear import BitmaskLinear, Sparse24Linear
 
@@ -126,3 +128,28 @@ def test_bitmasks_are_dense_on_a_device_without_kernels(second, head_bits, tmp_p
     assert (logits - expected).norm() < 0.01 * expected.norm()  # attention rounds otherwise there
     (record,) = caplog.records
     assert f"{len(packed)} layers are made dense: {second} has no kernels" in record.message
+
+
+def test_generate_writes_the_same_text_on_the_device(second, tmp_path, monkeypatch, capsys):
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.bfloat16)
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data.view(-1, 4)[:, ::2] = 0
+    model.set_attn_implementation("eager")  # the stand-in has no other
+    model.save_pretrained(tmp_path / "pruned")
+    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(tmp_path / "pruned")
+    convert(PackingOptions(checkpoint=tmp_path / "pruned", out=tmp_path / "packed", device="cpu"))
+    if second.type != "cuda":  # its tensors have no storage
+        numbers = lambda model: sum(tensor.nbytes for tensor in model.parameters())  # noqa: E731
+        monkeypatch.setattr(decoding, "storage_bytes", numbers)
+    options = [f"{tmp_path}/packed", "--compare", f"{tmp_path}/pruned", "--eager"]
+    capsys.readouterr()
+    written = []
+    for device in (torch.device("cpu"), second):
+        monkeypatch.setattr(generate, "device_named", lambda _, device=device: device)
+        generate.main([*options, "--prompt", "import os", "--max-new-tokens", "6"])
+        lines = capsys.readouterr().out.splitlines()
+        written.append([line for line in lines if "tokens" not in line and "On " not in line])
+        assert "times the tokens a second" in lines[-1]
+    assert written[0] == written[1]
+    assert sum("import os" in line for line in written[0]) == 2
