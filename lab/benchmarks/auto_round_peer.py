@@ -1,0 +1,155 @@
+r"""AutoRound's four bits and ours, on the same windows of text.
+
+    pip install auto-round==0.16.1
+    python lab/benchmarks/auto_round_peer.py MODEL DIR --calibration valid.txt \
+        --evaluation test.txt --out lab/results/auto-round.md
+
+METHOD. AutoRound (Intel) learns how to round by signed gradients, block by block: 200 steps by
+default, 50 with a larger rate in its recipe "light", on 8 windows at a time. Ours is a pruning with
+`grid` and nothing removed, with the layer's own target and with `target="dense"`. Both quantise the
+matrices of the blocks to the same grid from the same windows of 512 tokens, in float32 on one
+thread, and both are measured in float32 on the same windows of the evaluation text, with the dense
+model's embeddings. CPU seconds are those of the process, loading of the model included. Results in
+DIR are not made again.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_types import LENGTH, perplexity, quantise, windows
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mrp_lightning.models.loading import load_model, load_tokenizer
+from mrp_lightning.models.saving import save_pretrained
+from mrp_sparse.environment import machine
+
+SCHEMES = {"int4-g32": ("W4A16", 32), "int4-g64": ("W4A16", 64), "q4_0": ("gguf:q4_0", None)}
+"""AutoRound's scheme and group size for each of our grids."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "200 steps": {"iters": 200},
+    "50 steps (light)": {"iters": 50, "lr": 5e-3},
+}
+TARGETS = {"own target": "own", "dense target": "dense"}
+
+
+def auto_round(dense: Path, out: Path, grid: str, recipe: str, calibration: Tensor) -> None:
+    """Quantise by AutoRound, and save what it leaves."""
+    from auto_round import AutoRound
+
+    scheme, group_size = SCHEMES[grid]
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    ones = torch.ones(1, LENGTH, dtype=torch.long)
+    rounding = AutoRound(
+        model,
+        AutoTokenizer.from_pretrained(dense),
+        scheme=scheme,
+        **({} if group_size is None else {"group_size": group_size}),
+        dataset=[{"input_ids": row[None], "attention_mask": ones} for row in calibration],
+        nsamples=len(calibration),
+        seqlen=LENGTH,
+        batch_size=8,
+        device_map="cpu",
+        low_gpu_mem_usage=False,
+        **RECIPES[recipe],
+    )
+    rounding.quantize_and_save(str(out), format="fake" if group_size else scheme)
+
+
+def measure(directory: Path, whole: nn.Module, evaluation: Tensor) -> float:
+    """Return the perplexity of a quantised model with the embeddings of the dense one."""
+    files = [*directory.rglob("*.gguf"), *directory.rglob("config.json")]
+    gguf = {"gguf_file": files[0].name} if files[0].suffix == ".gguf" else {}
+    model = AutoModelForCausalLM.from_pretrained(files[0].parent, dtype=torch.float32, **gguf)
+    model.set_input_embeddings(whole.get_input_embeddings())
+    model.set_output_embeddings(whole.get_output_embeddings())
+    return perplexity(model, evaluation)
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a Hugging Face directory")
+    parser.add_argument("place", type=Path, metavar="DIR", help="directory for the results")
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--evaluation", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
+    parser.add_argument("--eval-windows", type=int, default=40)
+    parser.add_argument("--grids", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    dense = options.place / "dense"
+    if not dense.exists():
+        model, tokenizer = load_model(options.model, torch.float32), load_tokenizer(options.model)
+        save_pretrained(model.bfloat16(), dense, tokenizer=tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(dense)
+    calibration = windows(options.calibration, tokenizer, options.windows)
+    evaluation = windows(options.evaluation, tokenizer, options.eval_windows)
+    whole = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    best = perplexity(whole, evaluation)
+    rows = [f"| dense | bfloat16 | {best:.3f} | | |"]
+
+    def row(name: str, by: str, grid: str, make: Callable[[Path], object]) -> None:
+        """Add the row of a result, which `make` writes into a directory if it is not there."""
+        directory = options.place / name.replace(" ", "-")
+        record = directory.with_suffix(".json")
+        if not record.exists():
+            begin = time.process_time()
+            make(directory)
+            spent = time.process_time() - begin
+            value = measure(directory, whole, evaluation)
+            record.write_text(json.dumps({"seconds": spent, "perplexity": value}))
+        known = json.loads(record.read_text())
+        value, spent = known["perplexity"], known["seconds"]
+        rows.append(f"| {by} | {grid} | {value:.3f} | {value / best - 1:+.1%} | {spent:.0f} |")
+        print(rows[-1], file=sys.stderr, flush=True)
+
+    for grid in options.grids:
+        for label, target in TARGETS.items():
+            settings = {"grid": grid, "target": target}
+            row(
+                f"ours-{grid}-{target}",
+                f"ours, {label}",
+                grid,
+                lambda out, settings=settings: quantise(dense, out, settings, calibration, "SM"),
+            )
+        for recipe in options.recipes:
+            row(
+                f"auto-round-{grid}-{RECIPES[recipe]['iters']}",
+                f"AutoRound, {recipe}",
+                grid,
+                lambda out, grid=grid, recipe=recipe: auto_round(
+                    dense, out, grid, recipe, calibration
+                ),
+            )
+    lines = [
+        f"`python {' '.join(sys.argv)}`",
+        "",
+        f"{machine(torch.device('cpu'))}, one thread. Calibrated on {options.windows} windows of "
+        f"{LENGTH} tokens, measured on {options.eval_windows}.",
+        "",
+        "| by | grid | perplexity | over dense | CPU seconds |",
+        "| --- | --- | ---: | ---: | ---: |",
+        *rows,
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
