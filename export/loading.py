@@ -93,13 +93,14 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     Raises:
         FileNotFoundError: The directory has no `config.json`.
         FormatError: Tensors are missing, unexpected, damaged or of another shape; or the directory
-        holds only an adapter.
+            holds only an adapter.
         OptionError: The directory is of `--format torchao`, and torchao cannot run here, or not in
-        this `dtype`.
+            this `dtype`.
     """
     directory = Path(directory)
+    refuse_adapter(directory)
     if not (directory / "config.json").is_file():
-        return _load_pretrained(directory, **options)  # raises with the reason
+        raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
     content = read_json(directory / "config.json", "export the pruned model again")
     check_values(content, directory)
     settings = content.get("quantization_config") or {}
@@ -135,15 +136,12 @@ def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _load_pretrained(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
     """Load a packed or dense model, but none of torchao's, with `from_pretrained`."""
-    refuse_adapter(directory)
-    if not (Path(directory) / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
     trust = bool(options.get("trust_remote_code"))
     config = load_config(str(directory), trust_remote_code=trust)
     if not trust:
-        check_files(Path(directory), build_without_weights(config))
+        check_files(directory, build_without_weights(config))
     with explained_damage(str(directory), None):
         model, loading = model_class(config).from_pretrained(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
