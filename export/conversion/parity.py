@@ -22,7 +22,7 @@ from export.loading import load
 from mrp_lightning.errors import DataError, ParityError, first_line
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.text.sources import StandardLibrary, TextFiles
-from mrp_lightning.text.windows import Cutter
+from mrp_lightning.text.windows import SEPARATOR, Cutter
 from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.formats.packed_format import different_bits
 from mrp_sparse.formats.sparse24 import positive_zeros
@@ -38,6 +38,8 @@ _MAX_PERPLEXITY_CHANGE = 0.001
 """The largest relative change of perplexity."""
 MIN_TOKENS = 4096
 _WINDOW = 512
+_CHARACTERS = 100
+"""More characters than tokens have on average: a longer text is not tokenized to its end."""
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 
@@ -93,7 +95,10 @@ def _text_windows(
         ) from error
     paths = [Path(file).expanduser() for file in files]
     text = TextFiles(evaluation=paths) if paths else StandardLibrary()
-    windows = text.windows(Cutter(tokenizer, length, text.bos), "test").ids[:count]
+    documents, label = text.documents("test"), text.label("test")
+    beginning = SEPARATOR.join(documents)[: _CHARACTERS * count * length]
+    cutter = Cutter(tokenizer, length, text.bos).within(documents, label)
+    windows = cutter.consecutive(label, beginning, count).ids
     if windows.shape != (count, length):
         raise DataError(
             f"`--text`: the parity gate needs {count} windows of {length} tokens, but the text "

@@ -5,6 +5,7 @@ lab/paper.md gives the published texts, which are cut into windows by the protoc
 
 import hashlib
 import json
+import os
 import shlex
 import sysconfig
 from abc import ABC, abstractmethod
@@ -94,11 +95,13 @@ def standard_library(split: Split) -> Iterator[str]:
     calibration. Files that are empty or not UTF-8 are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if "site-packages" in relative.parts or "dist-packages" in relative.parts:
-            continue
-        bucket = hashlib.sha256(relative.as_posix().encode()).digest()[0] % 16
+    paths: list[Path] = []
+    for directory, directories, names in os.walk(root):
+        # These hold far more files than the library, and are not part of it.
+        directories[:] = {*directories} - {"site-packages", "dist-packages"}
+        paths += (Path(directory, name) for name in names if name.endswith(".py"))
+    for path in sorted(paths):
+        bucket = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()[0] % 16
         if split != {0: "test", 1: "validation"}.get(bucket, "train"):
             continue
         with suppress(UnicodeDecodeError):
