@@ -84,7 +84,6 @@ def test_without_a_dense_model_axes_begin_where_values_do():
     panels = {"2:4": panel(SparseGPT=16.0, SM=14.0)}
     picture = draw_excess("p", "Perplexity.", panels, METHODS, dense=None)
     assert ">perplexity</text>" in picture.svg.decode()
-    assert not picture.wide
 
 
 def test_pruned_models_may_be_better_than_the_dense_one():
