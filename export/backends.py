@@ -273,7 +273,7 @@ def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
-def not_faster(layer: Sparse24Linear, times: KernelTimes, target: str) -> str | None:
+def not_faster(layer: Sparse24Linear, kernel_times: KernelTimes, target: str) -> str | None:
     """Return the reason to keep a layer dense, `None` if its sparse form may be faster.
 
     A layer stays dense if, at every number of tokens of the target, all kernels that can run it
@@ -283,7 +283,7 @@ def not_faster(layer: Sparse24Linear, times: KernelTimes, target: str) -> str | 
     verdicts = []
     for tokens in TARGETS[target]:
         call = _call(layer, tokens)
-        rows = times.at(call)
+        rows = kernel_times.at(call)
         dense = next((row for row in rows if row.kernel == STORED_DENSE), None)
         if dense is None:
             return None

@@ -430,9 +430,9 @@ def _measure_layers(
         if not tokens:
             return
         for measurements, failures in measure(*shape, model.device, tokens):
-            times = known_times(model.device).merged(measurements)
-            times.save(cache_path(times.environment))
-            use_times(times, model.device)
+            kernel_times = known_times(model.device).merged(measurements)
+            kernel_times.save(cache_path(kernel_times.environment))
+            use_times(kernel_times, model.device)
             yield measurements, failures
 
 
@@ -446,12 +446,12 @@ def bandwidth(device: torch.device) -> float:
 
 def _versions() -> dict[str, str]:
     """Return versions for readers of the report, besides those that identify kernel times."""
-    known = {"transformers": transformers.__version__}
+    versions = {"transformers": transformers.__version__}
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("nvidia-smi does not report the driver's version: %s", error)
-        return known
+        return versions
     driver, clock = answer.stdout.splitlines()[0].split(", ")
-    return known | {"driver": driver, "highest clock": clock}
+    return versions | {"driver": driver, "highest clock": clock}

@@ -124,12 +124,12 @@ def _generate(
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].numel():
         raise DataError("`--prompt` is empty; give the beginning of a text.")
-    most, length = longest_sequence(model.config), tokens["input_ids"].shape[1]
-    if most is not None and length + max_new_tokens > most:
-        step = f"at most {most - length}" if length < most else "a shorter prompt"
+    positions, length = longest_sequence(model.config), tokens["input_ids"].shape[1]
+    if positions is not None and length + max_new_tokens > positions:
+        step = f"at most {positions - length}" if length < positions else "a shorter prompt"
         raise DataError(
             f"`--prompt` has {length} tokens and `--max-new-tokens` is {max_new_tokens}, but "
-            f"{directory} has {most} positions, beyond which it writes nothing of sense. Give "
+            f"{directory} has {positions} positions, beyond which it writes nothing of sense. Give "
             f"{step}."
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}

@@ -149,21 +149,21 @@ def compress(options: PackingOptions) -> Path:
     out = options.output(FORMAT)
     source = open_checkpoint(options.checkpoint)
     with bars() as track:
-        chosen = choose_compressed(source, options.skip, track)
+        compressed = choose_compressed(source, options.skip, track)
         if options.check_only:
             if out.is_dir():
-                check_compressed(source, out, chosen)
+                check_compressed(source, out, compressed)
             return out
         with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-            written = write_compressed(source, staging, chosen)
-            for _ in track(written, len(chosen.layers), "writing layers"):
+            written = write_compressed(source, staging, compressed)
+            for _ in track(written, len(compressed.layers), "writing layers"):
                 pass
-            check_compressed(source, staging, chosen)
+            check_compressed(source, staging, compressed)
             num_bytes = open_checkpoint(staging).num_bytes
-    groups = "a row" if chosen.group_size < 0 else f"{chosen.group_size} columns"
+    groups = "a row" if compressed.group_size < 0 else f"{compressed.group_size} columns"
     sys.stdout.write(
-        f"{len(chosen.layers)} layers in {chosen.bits} bits, with a scale for {groups}; each "
-        "weight is read back to the bit.\n"
+        f"{len(compressed.layers)} layers in {compressed.bits} bits, with a scale for {groups}; "
+        "each weight is read back to the bit.\n"
         f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. vLLM, SGLang and, with the "
         "package compressed-tensors, transformers load it.\n"
         f"Written to {out}\n"

@@ -118,12 +118,12 @@ def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict
 
     Each function in `measure` runs once, and returns microseconds. There are at least two rounds.
     """
-    times: dict[str, list[float]] = {name: [] for name in measure}
+    microseconds_of: dict[str, list[float]] = {name: [] for name in measure}
     for _ in range(repeats):
         for name, once in measure.items():
-            times[name].append(once())
+            microseconds_of[name].append(once())
     timings = {}
-    for name, values in times.items():
+    for name, values in microseconds_of.items():
         low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
         timings[name] = Timing(statistics.median(values), low, high)
     return timings
@@ -282,10 +282,10 @@ class _Contest:
         for config in configs:
             multiply = functools.partial(kernel.multiply, **config)
             try:
-                if wrong := why_wrong(
+                if fault := why_wrong(
                     multiply(self.x, self.packed[0], None), self.x, self.dense[0]
                 ):
-                    reasons.append(wrong)
+                    reasons.append(fault)
                     continue
                 calls = [functools.partial(multiply, self.x, w, None) for w in self.packed]
                 once = graphed(calls)

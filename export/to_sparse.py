@@ -25,8 +25,8 @@ def main(args: Sequence[str] | None = None) -> None:
         # SIGTERM raises an exception, so that incomplete files are removed.
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
-            chosen = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
-            packing = PackingOptions(**chosen)
+            values = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
+            packing = PackingOptions(**values)
             if packing.format == "compressed-tensors":
                 compress(packing)
             else:

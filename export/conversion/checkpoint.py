@@ -295,8 +295,8 @@ def require_finite(
     counts = {}
     for name, tensor in tensors:
         if tensor.dtype in PLAIN_DTYPES:
-            wrong = ~tensor.isfinite() if is_parameter(name) else tensor.isnan()
-            if count := int(wrong.sum()):
+            is_bad = ~tensor.isfinite() if is_parameter(name) else tensor.isnan()
+            if count := int(is_bad.sum()):
                 counts[name] = count
         yield name, tensor
     if counts:

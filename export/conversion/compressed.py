@@ -95,17 +95,17 @@ def choose_compressed(
     model = build_without_weights(checkpoint.pretrained_config())
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     require_matches("--skip", skip, list(linear))
-    wanted = {
+    expected = {
         name
         for name in claims.layers
         if name in linear and not any(matches(name, pattern) for pattern in skip)
     }
-    group_size, misfits = _group_size(claims.grid.group_size, [linear[n] for n in wanted]), {}
+    group_size, misfits = _group_size(claims.grid.group_size, [linear[n] for n in expected]), {}
     layers, bits = [], _BITS[0]
     tensors = track(checkpoint.parameters(model), checkpoint.num_tensors, "finding codes")
     for stored, parameter, is_converted, tensor in tensors:
         name, _, kind = parameter.rpartition(".")
-        if kind != "weight" or name not in wanted or is_converted or tensor.ndim != 2:
+        if kind != "weight" or name not in expected or is_converted or tensor.ndim != 2:
             continue
         shape = (tensor.shape[0], tensor.shape[1])
         while (off := _off(tensor, bits, group_size)) and bits < _BITS[-1]:

@@ -74,10 +74,10 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
         )
     used = {location.name for location in locations}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if others := sorted((used ^ state.keys()) - tied):
+    if unmatched := sorted((used ^ state.keys()) - tied):
         raise OptionError(
             f"`--like`: {like} and {checkpoint.path} do not hold the same weights. In one of them "
-            f"only: {', '.join(others[:5])}."
+            f"only: {', '.join(unmatched[:5])}."
         )
     arranged = {each.stored: each.arranged(state[each.name], config) for each in locations}
     sizes = _sizes(arranged, config, source)
@@ -111,8 +111,8 @@ def _locations(
 ) -> Iterator[_Location]:
     """Match the tensors of a file to parameters by name, and verify each by its values."""
     architecture = reader.fields["general.architecture"].contents()
-    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[architecture], config.num_hidden_layers)
     by_stored = {names.get_name(name, try_suffixes=(".weight", ".bias")): name for name in state}
     for tensor in reader.tensors:
         name = by_stored.get(tensor.name)
@@ -124,8 +124,10 @@ def _locations(
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         for arrangement in _ARRANGEMENTS:
             location = _Location(tensor.name, name, arrangement)
-            ours = location.arranged(state[name], config)
-            if ours.shape == values.shape and torch.allclose(ours, values, rtol=1e-5, atol=1e-7):
+            rearranged = location.arranged(state[name], config)
+            if rearranged.shape == values.shape and torch.allclose(
+                rearranged, values, rtol=1e-5, atol=1e-7
+            ):
                 yield location
                 break
         else:
@@ -158,11 +160,11 @@ def _heads(stored: str, config: PreTrainedConfig) -> int:
 
 def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path) -> None:
     for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
-        theirs, ours = getattr(source, key, None), getattr(config, key, None)
-        if theirs != ours:
+        other_value, value = getattr(source, key, None), getattr(config, key, None)
+        if other_value != value:
             raise OptionError(
-                f"`--like`: {like} is of another model: its `{key}` is {theirs!r}, the "
-                f"checkpoint's {ours!r}. Give the file that the checkpoint was pruned from."
+                f"`--like`: {like} is of another model: its `{key}` is {other_value!r}, the "
+                f"checkpoint's {value!r}. Give the file that the checkpoint was pruned from."
             )
 
 
@@ -184,22 +186,22 @@ def _sizes(
 def _copy_fields(reader: GGUFReader, writer: GGUFWriter, sizes: Mapping[str, int]) -> None:
     """Copy the metadata, with the sizes of the checkpoint in place of those of the file."""
     architecture = reader.fields["general.architecture"].contents()
-    wanted = {f"{architecture}.{name}": value for name, value in sizes.items()}
+    replacements = {f"{architecture}.{name}": value for name, value in sizes.items()}
     for key, entry in reader.fields.items():
         if key.startswith("GGUF.") or key in _OWN:
             continue
         value, kind = entry.contents(), entry.types[0]
-        is_set = key in wanted and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
-        if is_set and value != wanted[key]:
+        is_set = key in replacements and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
+        if is_set and value != replacements[key]:
             if kind == GGUFValueType.ARRAY:
                 raise FormatError(
                     f"`--like`: {key} has a value for each block, {value}, and the checkpoint has "
-                    f"{wanted[key]} in all of them."
+                    f"{replacements[key]} in all of them."
                 )
-            value = wanted[key]
+            value = replacements[key]
         item = entry.types[-1] if kind == GGUFValueType.ARRAY else None
         writer.add_key_value(key, value, kind, sub_type=item)
     for key in _OF_A_HEAD:
         name = f"{architecture}.{key}"
-        if name in wanted and name not in reader.fields:
-            writer.add_uint32(name, wanted[name])
+        if name in replacements and name not in reader.fields:
+            writer.add_uint32(name, replacements[name])

@@ -142,8 +142,8 @@ def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
         ParityError: A zero weight would become non-zero, or a finite one infinite.
     """
     if kind != AUTO:
-        chosen = TYPES[kind]
-        return _exact(parameter, chosen) or _rounded(name, parameter, chosen)
+        gguf_type = TYPES[kind]
+        return _exact(parameter, gguf_type) or _rounded(name, parameter, gguf_type)
     for each in TYPES.values():
         if (encoded := _exact(parameter, each)) is not None:
             return encoded
@@ -160,18 +160,18 @@ def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
         matrix = matrix.bfloat16()  # pruned in bfloat16, and stored wider
     if kind.pack is None or kind.grid is None:
         content = quantize(matrix.float().numpy(), kind.stored_as)
-        back = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))
-        held = bool(torch.equal(back.to(matrix.dtype), matrix))
+        decoded = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))
+        is_exact = bool(torch.equal(decoded.to(matrix.dtype), matrix))
     elif kind.grid.divides(matrix.shape[1]) and kind.grid.fit(matrix[:_FIRST])[2].all():
         codes, scales, fits = kind.grid.fit(matrix)
-        held = bool(fits.all())
-        if held:
+        is_exact = bool(fits.all())
+        if is_exact:
             blocks = codes.numpy().astype(np.int64).reshape(-1, kind.grid.columns_together)
             of_blocks = scales.numpy().reshape(-1, kind.grid.together)
             content = kind.pack(blocks, of_blocks).reshape(len(matrix), -1)
     else:
-        held = False
-    if not held:
+        is_exact = False
+    if not is_exact:
         return None
     return Encoded(content.reshape(*parameter.shape[:-1], -1), kind)
 
@@ -188,8 +188,8 @@ def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:
             f"--type {kind.name}: {name} is not on the grid of this type, and package gguf cannot "
             f"round to it. Prune with `grid: {kind.name}`, or take --type auto."
         ) from None
-    back = dequantize(content, kind.stored_as)
-    if not np.isfinite(back).all() or back[values == 0].any():
+    decoded = dequantize(content, kind.stored_as)
+    if not np.isfinite(decoded).all() or decoded[values == 0].any():
         raise ParityError(f"{name} cannot be stored as {kind.name}; use --type bf16 or auto.")
-    change = np.linalg.norm(back - values) / (np.linalg.norm(values) or 1.0)
+    change = np.linalg.norm(decoded - values) / (np.linalg.norm(values) or 1.0)
     return Encoded(content, kind, float(change))

@@ -406,13 +406,13 @@ class _Search:
         if problem := larger(checkpoint.path, model, stored_names):
             raise FormatError(problem)
         unseen = expected - {choice.name for choice in choices}
-        others = _without_matrix(model, unseen, converted)
-        _refuse_unknown(checkpoint.path, claims.keys() & unseen - others.keys())
-        if others and claims:  # only the loaded model has these weights as matrices
+        without_matrix = _without_matrix(model, unseen, converted)
+        _refuse_unknown(checkpoint.path, claims.keys() & unseen - without_matrix.keys())
+        if without_matrix and claims:  # only the loaded model has these weights as matrices
             weights = {layer.name: layer.weight for layer in _all_layers(checkpoint.load())}
-            for name, other in others.items():
-                others[name] = replace(other, breach=claims[name].breach(weights[name]))
-        return [*choices, *others.values()], expected
+            for name, other in without_matrix.items():
+                without_matrix[name] = replace(other, breach=claims[name].breach(weights[name]))
+        return [*choices, *without_matrix.values()], expected
 
     def in_report(self) -> tuple[list[LayerChoice], set[str]]:
         """Return the layers of a user's own module, which its report lists: all are pruned."""

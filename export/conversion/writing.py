@@ -95,12 +95,12 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
             "float16 or float32."
         )
     first = weights.get(parameters[0]) or weights[parameters[1]]
-    others = {stored for stored, _ in weights.values()} - {first[0]}
+    other_tensors = {stored for stored, _ in weights.values()} - {first[0]}
     rows, columns = first[1].shape
     return HeadChoice(
         head.name,
         head.table,
-        (first[0], *others),
+        (first[0], *other_tensors),
         first[0] if parameters[0] in weights else parameters[0],
         (rows, columns),
         first[1].dtype,
@@ -190,26 +190,26 @@ def write_converted(
     Yields:
         The names of the layers, as they are converted.
     """
-    chosen = {layer.tensor: layer for layer in layers}
+    choices = {layer.tensor: layer for layer in layers}
     weight_map: dict[str, str] = {}
     total = 0
     for weights in source.files:
         converted: dict[str, Tensor] = {}
-        others: dict[str, Tensor] = {}
+        unchanged: dict[str, Tensor] = {}
         for name, tensor in weights.read().items():
-            if name in chosen:
-                converted |= convert(chosen[name], tensor)
-                yield chosen[name].name
+            if name in choices:
+                converted |= convert(choices[name], tensor)
+                yield choices[name].name
             elif head is not None and name in head.tensors:
                 converted |= head.convert(name, tensor)
             else:
-                others[name] = tensor
-        tensors = {**converted, **others}
+                unchanged[name] = tensor
+        tensors = {**converted, **unchanged}
         # No temporary file is needed: the whole directory is moved into place when it is complete.
         file = weights.name
         if in_pickles:
             file = _pickle_name(file)
-            torch.save({**converted, **_unshared(others)}, directory / file)
+            torch.save({**converted, **_unshared(unchanged)}, directory / file)
         else:
             save_file(_unshared(tensors), directory / file, {"format": "pt", **weights.metadata})
         weight_map |= dict.fromkeys(tensors, file)

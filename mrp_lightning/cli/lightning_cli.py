@@ -147,15 +147,15 @@ class PruningCLI(LightningCLI):
                     )
                     texts.append((last, origins[last], keys))
             for _, origin, keys in sorted(texts)[:-1]:
-                _, last_origin, chosen = max(texts)
+                _, last_origin, last_keys = max(texts)
                 if origin == last_origin:
                     raise OptionError(
                         f"{origin or 'the command line'}: {ONE_TEXT}. It names {_named(keys)} and "
-                        f"{_named(chosen)}: keep one."
+                        f"{_named(last_keys)}: keep one."
                     )
                 of_file = f" of {last_origin}" if last_origin else ""
                 rank_zero_info(
-                    f"Text is read by {_named(chosen)}{of_file}, which was given last: not by "
+                    f"Text is read by {_named(last_keys)}{of_file}, which was given last: not by "
                     f"{_named(keys)} of {origin or 'the command line'}."
                 )
                 for key in keys:

@@ -53,11 +53,11 @@ def explain(message: str, options: Mapping[str, Any], arguments: Sequence[Argume
 
 def unknown_key(options: Iterable[str], arguments: Sequence[Argument]) -> str | None:
     """Return the problem of the first key of a YAML file that is no option, or `None`."""
-    known = {name.lstrip("-").removesuffix("+").partition(".")[0]: None for name in options}
+    roots = {name.lstrip("-").removesuffix("+").partition(".")[0]: None for name in options}
     for argument in arguments:
         key = argument.path.partition(".")[0]
-        if argument.origin and key not in known:
-            return f"{argument.origin}there is no option `{key}`. {nearest(key, known)}"
+        if argument.origin and key not in roots:
+            return f"{argument.origin}there is no option `{key}`. {nearest(key, roots)}"
     return None
 
 
@@ -174,13 +174,13 @@ def _class(path: str) -> tuple[Any, str, list[str]]:
     return match, "", list(classes)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return a hint: the known name whose last part is nearest, or all known names."""
-    leaves = {key.rpartition(".")[2]: key for key in known}
+    leaves = {key.rpartition(".")[2]: key for key in names}
     if not leaves:
         return "Name one that Python finds from here."
     leaf = name.rpartition(".")[2]
     abbreviated = [key for key in leaves if key.startswith(leaf)]
-    if near := abbreviated if len(abbreviated) == 1 else get_close_matches(leaf, leaves, n=1):
-        return f"Did you mean `{leaves[near[0]]}`?"
+    if matches := abbreviated if len(abbreviated) == 1 else get_close_matches(leaf, leaves, n=1):
+        return f"Did you mean `{leaves[matches[0]]}`?"
     return f"Expected one of {', '.join(leaves.values())}."

@@ -89,10 +89,10 @@ class Parser(ArgumentParser):
 def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
     """Raise for an option that does not exist, with the nearest name."""
     names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
-    known = [option for option in options if option.startswith("--")]
+    long_options = [option for option in options if option.startswith("--")]
     for name in names:
-        if name not in known:
-            raise OptionError(f"there is no option `{name}`. {nearest(name, known)}")
+        if name not in long_options:
+            raise OptionError(f"there is no option `{name}`. {nearest(name, long_options)}")
 
 
 def _dashed(arg: str, options: Mapping[str, Any]) -> str:

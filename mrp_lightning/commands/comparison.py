@@ -242,14 +242,14 @@ class _HeldOut:
     seconds: float = 0.0  # duration of the last evaluation
 
     @classmethod
-    def of(cls, data: TextDataModule, most: int) -> "_HeldOut":
-        """Read at most `most` windows of the held-out text or the standard library."""
+    def of(cls, data: TextDataModule, limit: int) -> "_HeldOut":
+        """Read at most `limit` windows of the held-out text or the standard library."""
         loader = data.test_dataloader()
         assert isinstance(loader, DataLoader)
         assert isinstance(loader.dataset, Windows)
         files = f"held-out part of {data.calibration_source}"
         name = files if data.train_files else f"source of {StandardLibrary().name}"
-        ids = loader.dataset.ids[:most]
+        ids = loader.dataset.ids[:limit]
         return cls(name, Windows(ids, loader.dataset.prefix), data.batch_size)
 
     def evaluate(self, name: str, model: CausalLM, trainer: Trainer, console: Console) -> Scores:

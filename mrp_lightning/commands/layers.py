@@ -99,8 +99,8 @@ def main(args: Sequence[str] | None = None) -> None:
     model = build_without_weights(config, trust_remote_code=trust)
     if problem := larger(options.model, model, stored_names(Path(source).expanduser())):
         raise TargetError(f"`model`: {problem}")
-    chosen = ("targets", "ignore", "blocks", "skip_indivisible")
-    choices = {name: getattr(options, name) for name in chosen}
+    choice_names = ("targets", "ignore", "blocks", "skip_indivisible")
+    choices = {name: getattr(options, name) for name in choice_names}
     listing = _list_layers(model, options.model, pattern, **choices)
     if options.json:
         sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
@@ -131,8 +131,8 @@ def _list_layers(
         )
         for block, layer in [*places, *((None, layer) for layer in plan.outside)]
     ]
-    pruned = sum(layer.parameters for layer in layers)
-    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    num_pruned = sum(layer.parameters for layer in layers)
+    num_vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
     total = sum(parameter.numel() for parameter in model.parameters())
     return _Listing(
         model=source,
@@ -144,12 +144,12 @@ def _list_layers(
         skipped=_left_out(model, plan),
         totals={
             "layers": len(layers),
-            "parameters": pruned,
-            "removed": None if pattern is None else round(pruned * pattern.sparsity),
+            "parameters": num_pruned,
+            "removed": None if pattern is None else round(num_pruned * pattern.sparsity),
             "model_parameters": total,
-            "fraction_of_model": pruned / total,
-            "skipped": total - pruned - vectors,
-            "vectors": vectors,
+            "fraction_of_model": num_pruned / total,
+            "skipped": total - num_pruned - num_vectors,
+            "vectors": num_vectors,
         },
     )
 

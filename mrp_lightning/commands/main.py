@@ -125,9 +125,9 @@ def command_named(name: str) -> Callable[[list[str]], None]:
         _require_not_hidden(plugin.module)
         main = plugin.load()
         return main
-    known = [*_COMMANDS, *_OF_EXPORT, *_OF_LIGHTNING, *plugins.names]
-    near = get_close_matches(name, known, n=1)
-    meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
+    commands = [*_COMMANDS, *_OF_EXPORT, *_OF_LIGHTNING, *plugins.names]
+    matches = get_close_matches(name, commands, n=1)
+    meant = f"Did you mean `{matches[0]}`?" if matches else f"There are {', '.join(commands)}."
     raise OptionError(f"there is no command `{name}`. {meant}")
 
 
@@ -157,13 +157,13 @@ def _require_not_hidden(module: str) -> None:
         DependencyError: There is such a folder or file.
     """
     package = module.partition(".")[0]
-    own = Path(__file__).parents[2] / package
+    own_package = Path(__file__).parents[2] / package
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return
     other = Path(spec.origin)
     other = other.parent if other.name == "__init__.py" else other
-    if other.resolve() != own.resolve() and own.is_dir():
+    if other.resolve() != own_package.resolve() and own_package.is_dir():
         raise DependencyError(
             f"{other} hides the package `{package}` of mrp-lightning, because `python -m` looks in "
             "the working directory first. Start `mrp-lightning …` or `python -P -m mrp_lightning "

@@ -93,15 +93,15 @@ def _settings(options: Namespace) -> dict[str, Any]:
             "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits` or "
             "`--grid`, with either of them or alone."
         )
-    chosen = {**_RECIPES[options.recipe or "paper"], **settings}
+    arguments = {**_RECIPES[options.recipe or "paper"], **settings}
     if {"pattern", "sparsity"} <= settings.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
     if "pattern" in settings and "block_size" not in settings:
         pattern = make_pattern(None, options.pattern)
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
-            chosen["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
-    Settings(**chosen)  # raises for wrong arguments before anything is loaded
-    return chosen
+            arguments["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
+    Settings(**arguments)  # raises for wrong arguments before anything is loaded
+    return arguments
 
 
 def _conversions(options: Namespace, out: Path) -> list[tuple[str, Path, list[str]]]:
@@ -143,8 +143,8 @@ def _default_out(options: Namespace, settings: dict[str, Any]) -> Path:
 
 def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
     """Return the next steps with a pruned model, as commands."""
-    pruned = shlex.quote(str(out))
-    runs = pruned  # the directory for `generate`: a packed copy, if there is one
+    directory = shlex.quote(str(out))
+    runnable = directory  # the directory for `generate`: a packed copy, if there is one
     lines = [f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:"]
     for conversion in conversions:
         result = shlex.quote(str(conversion.out))
@@ -153,18 +153,18 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
         elif "compressed-tensors" in conversion.options:
             lines.append(f"  vllm serve {result}")
         else:
-            runs = result
+            runnable = result
     if not conversions:
         lines += [
-            f"  mrp-lightning export {pruned}",
+            f"  mrp-lightning export {directory}",
             "      packs it without its zeros: smaller, and faster where a kernel supports it",
         ]
     return "\n".join(
         [
             *lines,
-            f'  mrp-lightning generate {runs} --prompt "Once upon a time"',
-            f"  mrp-lightning zeroshot {pruned} --tasks hellaswag,piqa",
-            f"  mrp-lightning report {pruned}",
+            f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',
+            f"  mrp-lightning zeroshot {directory} --tasks hellaswag,piqa",
+            f"  mrp-lightning report {directory}",
         ]
     )
 

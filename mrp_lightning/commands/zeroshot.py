@@ -87,8 +87,8 @@ def _write(options: Namespace, results: Mapping[str, Any], summary: Mapping[str,
     if is_writable:
         there = read(directory).zeroshot if (directory / NAME).exists() else {}
         fuller = [task for task in summary if _samples(there, task) > _samples(summary, task)]
-        new = {task: scores for task, scores in summary.items() if task not in fuller}
-        path = record(directory, zeroshot=new, model=options.model)
+        added_tasks = {task: scores for task, scores in summary.items() if task not in fuller}
+        path = record(directory, zeroshot=added_tasks, model=options.model)
         print(f"Recorded in {path}")
         for task in fuller:
             print(

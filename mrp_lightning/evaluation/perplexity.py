@@ -124,6 +124,6 @@ class Perplexities:
         figures = {}
         for name, (_, metric), data in zip(self.names, self._metrics, self._data, strict=True):
             if metric.update_called:
-                known = {"prefix": data.prefix} if isinstance(data, Windows) else {}
-                figures[name] = {**metric.figures(), **known}
+                prefix = {"prefix": data.prefix} if isinstance(data, Windows) else {}
+                figures[name] = {**metric.figures(), **prefix}
         return figures

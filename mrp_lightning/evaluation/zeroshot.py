@@ -223,8 +223,10 @@ def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> 
     path = Path(include_path).expanduser()
     if not path.is_dir():
         raise FileNotFoundError(f"`--include-path`: there is no directory {include_path}.")
-    own = TaskManager(include_path=path, include_defaults=False)
-    return own if set(names) <= set(own.all_subtasks) else TaskManager(include_path=path)
+    user_tasks = TaskManager(include_path=path, include_defaults=False)
+    return (
+        user_tasks if set(names) <= set(user_tasks.all_subtasks) else TaskManager(include_path=path)
+    )
 
 
 @contextmanager

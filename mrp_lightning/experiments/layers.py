@@ -102,8 +102,8 @@ class Layers:
             folds = [Part(f"Maps of all layers ({len(maps)})", pictures=maps)] if maps else []
             return Part("Where it lost", _LOSS_TEXT, pictures=pictures, folds=folds)
         means = losses.groupby("name")[_LOSS.key].mean()
-        worst = means.sort_values(ascending=False, kind="stable").head(_WORST)
-        rows = [("", str(name), _LOSS.scale.write(float(loss))) for name, loss in worst.items()]
+        largest = means.sort_values(ascending=False, kind="stable").head(_WORST)
+        rows = [("", str(name), _LOSS.scale.write(float(loss))) for name, loss in largest.items()]
         caption = f"The {len(rows)} of {len(means)} layers that lost most"
         table = Table.of_rows(caption, ("layer", "relative loss"), rows)
         return Part("Where it lost", _LOSS_TEXT, [table], [*pictures, *maps])
@@ -183,9 +183,11 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         parts = name.split(".")
         endings = (".".join(parts[i:]) for i in reversed(range(len(parts))))
-        others = [other for other in names if other != name]
-        alone = (end for end in endings if not any(f".{o}".endswith(f".{end}") for o in others))
-        short[name] = next(alone, name)
+        other_names = [other for other in names if other != name]
+        unique_endings = (
+            end for end in endings if not any(f".{o}".endswith(f".{end}") for o in other_names)
+        )
+        short[name] = next(unique_endings, name)
     return short
 
 

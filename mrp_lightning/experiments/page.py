@@ -125,7 +125,7 @@ def make_page(
             }
         )
     parts = {model: section["parts"] for model, section in zip(models, sections, strict=True)}
-    alone = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
+    default_title = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
     raw = _zipped(runs)
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=select_autoescape(), undefined=StrictUndefined
@@ -133,7 +133,7 @@ def make_page(
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.filters["breakable"] = lambda name: Markup(".<wbr>").join(name.split("."))
     html = environment.get_template("page.html").render(
-        title=title or alone,
+        title=title or default_title,
         subtitle=_subtitle(runs, models),
         sections=sections,
         version=__version__,
@@ -344,8 +344,8 @@ def zero_shot_part(frame: ScoreFrame) -> Part | None:
         if set(lines) - {"dense"} and len(lines) > 1:
             caption = f"Zero-shot results at {setting}, in percent."
             scale = Scale("%", "{:.2f}".format, zero=False)
-            how = (_methods(frame), scale)
-            pictures.append(draw_lines(f"zeroshot-{setting}", caption, lines, *how, across=""))
+            axis = (_methods(frame), scale)
+            pictures.append(draw_lines(f"zeroshot-{setting}", caption, lines, *axis, across=""))
     return Part("Zero-shot", "", [table], pictures)
 
 

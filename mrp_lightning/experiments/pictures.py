@@ -224,22 +224,27 @@ def draw_map(
         x, y = (np.arange(length + 1) - 0.5 for length in cells.T.shape)
         edges: Any = {"edgecolors": PAPER if gap else "none", "linewidth": gap}
         mesh = axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=colors, cmap=_HEAT, **edges)
-        left: Any = {"hatch": "////", "fill": False, "edgecolor": MUTED, "linewidth": 0}
+        hatching: Any = {"hatch": "////", "fill": False, "edgecolor": MUTED, "linewidth": 0}
         for row, column in hatched:
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **left))
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **hatching))
         _set_block_axis(axes, blocks)
         set_name_axis(axes, list(cells.index))
         axes.grid(False)
         axes.spines[:].set_visible(False)
-        how: Any = {"location": "top", "shrink": 0.4, "aspect": 14, "anchor": (0.0, 0.0)}
-        key = figure.colorbar(mesh, ax=axes, ticks=[colors.vmin, colors.vmax], **how)
+        colorbar_options: Any = {
+            "location": "top",
+            "shrink": 0.4,
+            "aspect": 14,
+            "anchor": (0.0, 0.0),
+        }
+        key = figure.colorbar(mesh, ax=axes, ticks=[colors.vmin, colors.vmax], **colorbar_options)
         key.set_ticklabels([write(colors.vmin) if colors.vmin else "0", write(colors.vmax)])
         key.outline.set_visible(False)
         if key.solids is not None:
             key.solids.set_rasterized(False)  # else an image in the SVG
         key.minorticks_off()
         if len(hatched):
-            figure.legend([Rectangle((0, 0), 1, 1, **left)], ["left dense"], loc="upper right")
+            figure.legend([Rectangle((0, 0), 1, 1, **hatching)], ["left dense"], loc="upper right")
         return figure
 
     values = cells.stack().dropna()
@@ -299,10 +304,12 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None
             highest = heights[i] - step
     for name, height in zip(ordered, heights, strict=True):
         x, y, color = ends[name]
-        how: Any = {"xycoords": "data", "textcoords": axes.transAxes, "va": "center"}
-        how |= {"color": color, "annotation_clip": False}
+        text_options: Any = {"xycoords": "data", "textcoords": axes.transAxes, "va": "center"}
+        text_options |= {"color": color, "annotation_clip": False}
         rule = {"arrowstyle": "-", "color": RULE, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 3}
-        axes.annotate("\n".join(broken[name]), (x, y), (1.03, height), arrowprops=rule, **how)
+        axes.annotate(
+            "\n".join(broken[name]), (x, y), (1.03, height), arrowprops=rule, **text_options
+        )
 
 
 def _set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
@@ -325,9 +332,9 @@ def _set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
         if first:
             axes.axvline(first - 0.5, color=RULE, linewidth=0.8)
         middle, name = (first + (count - 1) / 2, 0), stack.split(".")[0] or "other"
-        how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        how |= {"va": "top", "ha": "center", "color": MUTED, "annotation_clip": False}
-        axes.annotate(name, middle, (0, -16), **how)
+        text_options: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        text_options |= {"va": "top", "ha": "center", "color": MUTED, "annotation_clip": False}
+        axes.annotate(name, middle, (0, -16), **text_options)
 
 
 def stack_and_number(block: str) -> tuple[str, int | None]:

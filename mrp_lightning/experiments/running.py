@@ -88,16 +88,16 @@ class RunConfiguration(PruningCLI):
 
     def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the defaults of some options, which may depend on the values of the others."""
-        wanted, parser = set(keys), self.parser
-        others = _without(_nested(parser, self.config), wanted)
+        requested, parser = set(keys), self.parser
+        without_keys = _without(_nested(parser, self.config), requested)
         exits, parser.exit_on_error = parser.exit_on_error, False
         try:
-            config = _nested(parser, parser.parse_object(others))
+            config = _nested(parser, parser.parse_object(without_keys))
         except ArgumentError:
             return {}  # an option has no default
         finally:
             parser.exit_on_error = exits
-        return {key: value for key, value in _flat(config) if key in wanted}
+        return {key: value for key, value in _flat(config) if key in requested}
 
 
 def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
@@ -158,8 +158,8 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
 def comparable_runs(sweep: Sweep, console: Console) -> list[RunDirectory]:
     """Return the finished runs but those that are not selected and have another configuration."""
     runs = _finished_runs(sweep, sweep.trials)
-    others = {trial: run for trial, run in runs.items() if trial not in sweep.selected}
-    stale = [trial for trial, run in others.items() if _difference(sweep, trial, run)]
+    unselected = {trial: run for trial, run in runs.items() if trial not in sweep.selected}
+    stale = [trial for trial, run in unselected.items() if _difference(sweep, trial, run)]
     if stale:
         names = ", ".join(runs[trial].name for trial in stale)
         console.print(f"Left out, as made with another configuration: {names}.", soft_wrap=True)
@@ -270,16 +270,16 @@ def _check_varied_options(sweep: Sweep) -> None:
         return
     trial = next(trial for trial in sweep.selected if trial.method)
     config = configure(replace(trial, changed=None), sweep).described()
-    known = {re.sub(r"^(trainer\.callbacks)\.\d+", r"\1", key) for key in config}
-    known |= {key.rpartition(".")[0] for key in known if key.count(".") > 1}  # such as a mixture
-    leaves = {key.rpartition(".")[2]: key for key in sorted(known)}
+    keys = {re.sub(r"^(trainer\.callbacks)\.\d+", r"\1", key) for key in config}
+    keys |= {key.rpartition(".")[0] for key in keys if key.count(".") > 1}  # such as a mixture
+    leaves = {key.rpartition(".")[2]: key for key in sorted(keys)}
     for key in sweep.vary:
-        if key in known or any(key.startswith(f"{option}.") for option in known):
+        if key in keys or any(key.startswith(f"{option}.") for option in keys):
             continue
-        near = get_close_matches(key, known, n=1, cutoff=0.8)
-        near += [leaves[name] for name in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
+        nearest = get_close_matches(key, keys, n=1, cutoff=0.8)
+        nearest += [leaves[name] for name in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
         hint = "Name one by its dotted key, such as `vary: {data.num_samples: [32, 128]}`."
-        hint = f"Did you mean `{near[0]}`?" if near else hint
+        hint = f"Did you mean `{nearest[0]}`?" if nearest else hint
         raise OptionError(f"`vary`: there is no option `{key}`. {hint}")
 
 

@@ -393,9 +393,9 @@ def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirec
     """Return the dense runs in the nearest directory, preferably the one called `dense`."""
     candidates = [candidate for candidate in dense if _may_be_base(candidate, run)]
     for parent in run.directory.absolute().parents:
-        near = [candidate for candidate in candidates if _home(candidate) == parent]
-        if near:
-            return tuple([c for c in near if c.directory.name == "dense"] or near)
+        next_to = [candidate for candidate in candidates if _home(candidate) == parent]
+        if next_to:
+            return tuple([c for c in next_to if c.directory.name == "dense"] or next_to)
     return ()
 
 

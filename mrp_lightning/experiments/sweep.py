@@ -122,8 +122,8 @@ class Sweep:
         trials = []
         for model, of_model in self.models.items():
             trials.append(Trial(model))
-            own = self.runs if of_model.runs is None else of_model.runs
-            for setting, names in own.items():
+            methods = self.runs if of_model.runs is None else of_model.runs
+            for setting, names in methods.items():
                 for name in names:
                     trials += self._repeat(model, setting, name)
         return list(dict.fromkeys(trials))

@@ -235,8 +235,8 @@ def _zeros_before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) ->
     if not zeros and not prunings:
         return []
     kinds = [f"{_kind(x)} by {x.get('method')}" for x in prunings]
-    how = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
-    return [f"- zero before: {zeros or 0:.2%} of them{how}; the error is against those weights"]
+    methods = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
+    return [f"- zero before: {zeros or 0:.2%} of them{methods}; the error is against those weights"]
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:

@@ -392,10 +392,10 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
         return []
     earlier = report.provenance.get("pruned_before")
     keys = ("method", "structure", "sparsity", "pattern", "bits")
-    how = {key: report.config.get(key) for key in keys}
+    settings = {key: report.config.get(key) for key in keys}
     return [
         *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),
-        {key: value for key, value in how.items() if value is not None},
+        {key: value for key, value in settings.items() if value is not None},
     ]
 
 
@@ -455,10 +455,10 @@ class _Content:
     narrowed: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = {row.block for row in self.layers if row.block is not None}
-        others = [repr(row.name) for row in self.blocks if known and row.name not in known]
-        if others:  # layers have no block in the reports of older versions
-            raise ValueError(f"`blocks` names blocks that no layer is in: {', '.join(others)}")
+        names = {row.block for row in self.layers if row.block is not None}
+        unknown = [repr(row.name) for row in self.blocks if names and row.name not in names]
+        if unknown:  # layers have no block in the reports of older versions
+            raise ValueError(f"`blocks` names blocks that no layer is in: {', '.join(unknown)}")
 
 
 _WIDTH = 100
