@@ -58,7 +58,7 @@ def write_gguf(
         FormatError: The checkpoint is packed or quantized; or `like` is damaged, or has an
             architecture whose tensors cannot be identified.
         OptionError: `like` holds another model, a type cannot hold a matrix, or without `like` the
-        architecture or its tokenizer is unknown.
+            architecture or its tokenizer is unknown.
         ParityError: A zero weight would not stay zero.
         OSError: The file could not be written completely.
     """

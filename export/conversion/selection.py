@@ -160,7 +160,7 @@ class LayerChoice:
         kept: Number of non-zero weights.
         code_bytes: Bytes of the non-zero weights as codes of four bits.
         off_grid: The reason why there are no such codes; `None` if there are, or it was not
-        checked.
+            checked.
         broken_groups: Number of groups of four columns with more than two non-zeros.
         breach: How the layer violates the claim of the report; `None` if it does not.
         misfit: Whether the layer stays dense because its zeros break the pattern or are too few.
@@ -343,7 +343,7 @@ def choose_layers(
         PatternError: Layers violate the pattern or the report's claims, and the message lists all;
             the report lists layers that the model lacks; or no layer is left to pack.
         FormatError: The checkpoint is quantized already, holds NaN or Inf, or does not fit the
-        model of its configuration.
+            model of its configuration.
         TargetError: A pattern in `skip` matches nothing.
     """
     checkpoint.require_dense()

@@ -34,7 +34,7 @@ class HeadChoice:
         table: Name of the embeddings that are tied to the head, and read from its 8 bits; or
             `None`.
         tensors: Names of the source's tensors that it replaces: its weight, also under the name of
-        the table.
+            the table.
         target: Name of the weight in the written files.
         shape: Shape of the weight.
         dtype: Dtype of the weight in the source.

@@ -59,7 +59,7 @@ def load_tasks(
     Args:
         names: Names of tasks or groups; `*` and `?` are wildcards.
         include_path: A directory with YAML files of more tasks, which take precedence over lm-
-        eval's.
+            eval's.
         num_fewshot: Number of solved examples in each prompt, unless a task fixes it to 0.
 
     Raises:

@@ -106,7 +106,7 @@ class Settings:
         MethodError: There is no such method, or it has no compensation although `target` is
             "dense".
         OptionError: Another argument is out of range, or contradicts the others; or `targets` is
-        empty.
+            empty.
     """
 
     method: str

@@ -337,7 +337,7 @@ class PruningReport:
         Raises:
             FileNotFoundError: There is no such file.
             FormatError: The file is damaged, or of a newer version of mrp-lightning. The message
-            lists all problems.
+                lists all problems.
         """
         content = read_json(path, "prune again", FORMAT_VERSION)
         return cls.from_dict(content, str(path), "delete it, or prune again")

@@ -65,7 +65,7 @@ def linear_bitmask(
         values: Kept values, row after row in the order of their columns.
         bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
         offsets: The index of each row's first value, int64 (rows,); the end of the last row may
-        follow.
+            follow.
         bias: Added to each output, (rows,).
 
     Returns:
