@@ -3,8 +3,8 @@
     python lab/page.py --config lab/pages/results.yaml
     python lab/page.py --sweep '[configs/paper/mamba.yaml]' --out runs/mamba.md
 
-A page has parts that a report has not: the paper's values and claims, other codes, what models that
-are calibrated on one text can do on others, and continuations of texts.
+A page has parts that a report lacks: the paper's values and claims, the results of other codes, the
+perplexities of models on texts other than their calibration text, and continuations of texts.
 """
 
 import re
@@ -49,8 +49,8 @@ class DocsPage:
         remarks: The text after the results, with headings of its own.
         peers: A Markdown file with a table of the results of other codes, with the columns `model`,
             `sparsity`, `code` and `perplexity`: lines in the pictures.
-        continuations: Whether it shows what the models write after the first words of each text.
-        weights: Whether it shows the sizes of the weights that are kept on disk.
+        continuations: Whether to show the models' continuations of the first words of each text.
+        weights: Whether to show a histogram of the kept weights, for models on disk.
     """
 
     sweep: list[str]
@@ -85,7 +85,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def check_markdown(path: Path) -> None:
-    """Refuse to replace a page, or pictures, that this did not write or that were changed."""
+    """Raise if a page or pictures would be replaced that are not ours or were changed."""
     check_output_file(path, "--out")
     check_output_dir(path.with_suffix(""), overwrite=True, argument="--out")
 
@@ -119,7 +119,7 @@ def write_markdown(page: DocsPage, runs: Sequence[RunDirectory]) -> None:
 
 
 def parts_of(model: ModelRuns, page: DocsPage, peers: Peers) -> list[Part]:
-    """The parts about one model that have something to show."""
+    """Return the parts about one model that have something to show."""
     frame = ScoreFrame(model)
     parts = [results_part(frame, peers), texts_part(frame)]
     parts += [zero_shot_part(frame, report.zero_shot_part(frame))]
@@ -130,7 +130,7 @@ def parts_of(model: ModelRuns, page: DocsPage, peers: Peers) -> list[Part]:
 
 
 def facts(runs: Sequence[RunDirectory]) -> str:
-    """The machines, and how numbers are to be read."""
+    """Return the machines, and how numbers are to be read."""
     finished = [run.finished for run in runs if run.finished]
     seeds = len({of.trial.seed for of in finished} - {None})
     spread = f"mean ± standard deviation over {seeds} calibration sets; " if seeds > 1 else ""
@@ -143,13 +143,13 @@ def facts(runs: Sequence[RunDirectory]) -> str:
 
 
 def on_paper(picture: Picture) -> str:
-    """The SVG of a picture with a background."""
+    """Return the SVG of a picture with a background."""
     paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'
     return re.sub("(<svg[^>]*>)", paper, picture.svg.decode(), count=1)
 
 
 def in_markdown(table: Table) -> str:
-    """A table in Markdown; one of prose is a block of code, which may hold anything."""
+    """Return a table in Markdown; one of prose is a block of code, which may hold anything."""
     if table.kind != "prose":
         return markdown(table)
     texts = "\n".join(

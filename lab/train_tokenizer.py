@@ -11,7 +11,7 @@ VOCABULARY = 2048
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the training split of the standard library."""
+    """Return a byte-level BPE of the training split of the standard library."""
     tokenizer = Tokenizer(models.BPE())
     # Runs of spaces and line ends are common words in source code, so they may merge.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -53,7 +53,7 @@ PROMPT = 128
 
 
 class Copies(nn.Module):
-    """As many copies of a layer as no cache holds, one product each."""
+    """More copies of a layer than any cache holds, to be multiplied one after the other."""
 
     def __init__(self, layer: nn.Module, num_bytes: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class FourBit(nn.Module):
 
 
 def pruned(rows: int, columns: int, sparsity: float | None) -> Tensor:
-    """Random weights in bfloat16, `None`: 2:4."""
+    """Return random weights in bfloat16 with a sparsity, or 2:4 for `None`."""
     weight = torch.empty(rows, columns, dtype=torch.bfloat16).uniform_(-1, 1)
     if sparsity is None:
         pairs = list(itertools.combinations(range(4), 2))
@@ -97,7 +97,7 @@ def pruned(rows: int, columns: int, sparsity: float | None) -> Tensor:
 
 
 def packed(linear: nn.Linear, name: str) -> PackedLinear | FourBit:
-    """The layer with weights of a key of `SPARSITIES`, packed; or of four bits."""
+    """Return the layer with weights of a key of `SPARSITIES`, packed; or of four bits."""
     if name == FOUR_BITS:
         return FourBit(linear)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def packed(linear: nn.Linear, name: str) -> PackedLinear | FourBit:
 
 
 def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Time of a call that was made once before."""
+    """Return the CPU time of a call, after one call to warm up."""
     call()
     times = []
     for _ in range(repeats):
@@ -119,7 +119,7 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def ways(module: nn.Module, compile_too: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The module as it is, and compiled for weights that stay as they are."""
+    """Return the module itself, and compiled for constant weights."""
     yield "eager", module
     if compile_too:
         torch._dynamo.reset()
@@ -169,7 +169,7 @@ def time_layer(shape: str, options: argparse.Namespace, peak: float) -> Iterator
 
 
 def model_of(name: str) -> Any:
-    """A key of `MODELS` with random weights, or what a directory holds, in bfloat16."""
+    """Return a key of `MODELS` with random weights, or what a directory holds, in bfloat16."""
     if name in MODELS:
         settings = dict(MODELS[name])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -190,7 +190,7 @@ def pack_blocks(model: Any, sparsity: str) -> None:
 
 
 def bytes_of_step(model: Any) -> int:
-    """What one token reads of the weights: of an embedding table that is not the head, one row."""
+    """Return the bytes of weights that one token reads: only one row of separate embeddings."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     return storage_bytes(model) - (0 if head.weight is table.weight else storage_bytes(table))
 
@@ -231,7 +231,7 @@ def time_model(name: str, options: argparse.Namespace, peak: float) -> Iterator[
 def decode_seconds(
     model: Any, run: Callable[..., Any], prompt: Tensor, options: argparse.Namespace
 ) -> float:
-    """Seconds a token."""
+    """Return the seconds a token."""
     decoder = Decoder(model, prompt, options.new_tokens, run)
 
     def some() -> None:

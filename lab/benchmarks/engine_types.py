@@ -85,7 +85,7 @@ def windows(file: Path, tokenizer: Any, count: int) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, evaluation: Tensor) -> float:
-    """The perplexity of a model on windows."""
+    """Return the perplexity of a model on windows."""
     losses = [
         cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
         for batch in evaluation.split(1)

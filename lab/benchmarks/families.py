@@ -16,7 +16,7 @@ LENGTHS = (12, 9, 16)
 
 
 def build(name: str) -> nn.Module:
-    """The tiny model of a family, with the same random weights on every call."""
+    """Return the tiny model of a family, with the same random weights on every call."""
     family = FAMILIES[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family.model_type, **family.config)

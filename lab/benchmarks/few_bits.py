@@ -1,4 +1,4 @@
-"""What few bits cost in perplexity: ours as a sweep found it, others' on the same windows.
+"""The perplexity of few bits: ours as measured by a sweep, others' on the same windows.
 
 Bits are those of the blocks' matrices: at 16 bits and at four, places and scales included.
 """
@@ -38,13 +38,13 @@ CALIBRATION = 32
 
 @dataclass(frozen=True)
 class Cost:
-    """What one way of storing a model costs.
+    """The cost of one way of storing a model.
 
     Attributes:
-        weights: How they are stored, such as `50% 4 bits` or `llama.cpp Q4_0`.
-        way: Who chose them: a method or a recipe of ours, or a code of others.
+        weights: The storage, such as `50% 4 bits` or `llama.cpp Q4_0`.
+        way: The method or recipe of ours, or the other code, that chose the weights.
         bits: Bits for each weight of the blocks.
-        perplexity: On the windows of the sweep.
+        perplexity: The perplexity on the windows of the sweep.
     """
 
     weights: str
@@ -54,7 +54,7 @@ class Cost:
 
 
 def bits_of(recipe: Recipe) -> float:
-    """Bits that a weight takes as it is packed: its place, its value if it is kept, its scale."""
+    """Return the packed bits a weight: position, value if it is kept, and share of the scale."""
     grid = recipe.grid
     value, scale = (16, 0.0) if grid is None else (grid.bits, 16 / grid.group_size)
     if isinstance(recipe.pattern, Dense):
@@ -63,14 +63,14 @@ def bits_of(recipe: Recipe) -> float:
 
 
 class Costs:
-    """The model of a sweep, whose windows are those that its runs were evaluated on."""
+    """The model of a sweep, and the windows on which its runs were evaluated."""
 
     def __init__(self, model: str, options: argparse.Namespace) -> None:
         self.model, self.options = model, options
         self.sweep = read_sweep([f"--config={options.sweep}"])
 
     def of_all(self, place: Path) -> Iterator[Cost]:
-        """Ours, then the others'. Files are written into a directory that is thrown away."""
+        """Yield our costs, then those of the others. Files are written to a temporary directory."""
         if self.options.batches is None:
             yield from self.ours()
         else:  # other windows than the sweep's
@@ -83,7 +83,7 @@ class Costs:
             yield from self.llamacpp(place)
 
     def ours(self) -> Iterator[Cost]:
-        """What the runs of the sweep found."""
+        """Yield the costs of the runs of the sweep."""
         for run in find_runs(Path(self.sweep.out, self.model)):
             trial = run.trial
             rows = [row for row in scores_of(run) if row["score"].metric == "perplexity"]
@@ -96,13 +96,13 @@ class Costs:
             yield Cost(weights, trial.label, bits_of(recipe), found)
 
     def eight_bit_head(self) -> Cost:
-        """Dense, but for a head of 8 bits: what that adds to each of ours."""
+        """Return the cost of a dense model with a head of 8 bits, which adds to each of ours."""
         cli = self._built()
         round_head(cli.model.model)
         return Cost(f"{DENSE}, head 8 bits", "nearest rounding", 16, self.perplexity(cli))
 
     def int4(self) -> Cost:
-        """Each group's range in 15 steps: what PyTorch's kernel multiplies with."""
+        """Return the cost of rounding each group to 16 levels, as PyTorch's int4 kernel does."""
         cli = self._built()
         for layer in self._layers(cli):
             layer.weight.data = rounded_to_int4(layer.weight.data)
@@ -141,14 +141,14 @@ class Costs:
             file.unlink()
 
     def perplexity(self, cli: RunConfiguration) -> float:
-        """The perplexity of a model on the windows of the sweep."""
+        """Return the perplexity of a model on the windows of the sweep."""
         with quiet_lightning():
             cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         (found,) = cli.model.evaluation.values()
         return float(found["perplexity"])
 
     def _built(self, source: Path | None = None) -> RunConfiguration:
-        """The model as the sweep loads it, or another file of it."""
+        """Return the model as the sweep loads it, or another file of it."""
         cli = configure(Trial(self.model), self.sweep)
         cli.config["trainer.enable_progress_bar"] = False
         if self.options.batches is not None:
@@ -180,7 +180,7 @@ class Costs:
 
 
 def rounded_to_int4(weight: Tensor) -> Tensor:
-    """The values that PyTorch's int4 gives: (code − 8)·scale + zero, both in bfloat16."""
+    """Return the values that PyTorch's int4 gives: (code − 8)·scale + zero, both in bfloat16."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     scale = ((high - low) / 15).clamp_min(1e-6).bfloat16().float()
@@ -199,6 +199,6 @@ def bits_of_gguf(file: Path) -> float:
 
 
 def costs(model: str, options: argparse.Namespace) -> Iterator[Cost]:
-    """The costs of all ways, one by one as they are found."""
+    """Yield the costs of all ways as they are measured."""
     with tempfile.TemporaryDirectory() as place:
         yield from Costs(model, options).of_all(Path(place))

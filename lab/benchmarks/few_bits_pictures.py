@@ -32,7 +32,7 @@ MOST = 2.6
 
 
 def line_of(cost: Cost) -> str:
-    """The line that a cost belongs to."""
+    """Return the line that a cost belongs to."""
     if cost.weights.startswith("llama.cpp"):
         return "llama.cpp, importance matrix" if "imatrix" in cost.weights else "llama.cpp"
     if cost.way in ("GPTQ", "nearest rounding"):
@@ -44,13 +44,13 @@ def line_of(cost: Cost) -> str:
 
 
 def name_of(cost: Cost) -> str:
-    """What a point is called, in a line whose name says the rest."""
+    """Return the label of a point, without the part that the name of its line has."""
     name = cost.weights.removeprefix("llama.cpp ").removesuffix(" imatrix")
     return name if line_of(cost).startswith("ours, bits") else name.removesuffix(" 4 bits")
 
 
 def drawings(costs: Sequence[Cost], times: Mapping[str, float]) -> dict[str, Picture]:
-    """The pictures by the end of their file's name; `times` are milliseconds, by weights."""
+    """Return the pictures by the end of their file's name; `times` are milliseconds, by weights."""
     (dense,) = [cost.perplexity for cost in costs if cost.weights == DENSE]
     shown = [cost for cost in costs if not cost.weights.startswith(DENSE)]
     shown = [cost for cost in shown if cost.perplexity < MOST * dense]
@@ -75,7 +75,7 @@ def drawings(costs: Sequence[Cost], times: Mapping[str, float]) -> dict[str, Pic
 
 
 def in_words(line: tuple[str, Sequence[tuple[float, float, str]]]) -> str:
-    """A line for who does not see the picture."""
+    """Return a line for who does not see the picture."""
     name, points = line
     return f"{name}: " + ", ".join(f"{c} at {x:.2f} {perplexity(y)}" for x, y, c in sorted(points))
 

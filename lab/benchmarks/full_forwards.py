@@ -1,4 +1,4 @@
-"""Pruning a tiny model while every block that the walk runs is compared with a full forward."""
+"""Prune a tiny model, comparing every block that the walk runs with a full forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,12 +17,12 @@ from mrp_lightning.targets.plan import Plan, make_plan
 
 @dataclass(eq=False)
 class CheckedRun:
-    """A model that was pruned, and how far the walk was from its full forward.
+    """A pruned model, and the errors of its walk relative to full forwards.
 
     Attributes:
         model: The pruned model.
-        plan: Its blocks and layers.
-        report: What was done.
+        plan: The blocks and layers of the model.
+        report: The report of the pruning.
         errors: By block, the largest error of a run of it: the distance of its output, or of its
             input, from those in a full forward of the model as it was at that moment, relative to
             ‖output − input‖ of the block, what it adds to the residual stream (to ‖output‖, where
@@ -93,7 +93,7 @@ def prune_and_compare(
 
 @contextmanager
 def recorded(model: nn.Module, names: list[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Note what each block is given and gives, in the order in which they run."""
+    """Record the input and output of each block, in the order of their calls."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(name: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""The machine code of the Triton kernels, for devices that need not be there.
+"""The machine code of the Triton kernels, also for devices that this machine lacks.
 
     python lab/benchmarks/kernel_code.py
     python lab/benchmarks/kernel_code.py --capability 80 --json
@@ -39,7 +39,7 @@ TOOLS = Path(nvidia.__file__).parent / "bin"
 
 @dataclass(frozen=True)
 class Code:
-    """What became of one configuration of a kernel.
+    """The machine code of one configuration of a kernel, in numbers.
 
     Attributes:
         kernel: Name in `KERNELS`.
@@ -61,7 +61,7 @@ class Code:
 
 
 def _device(capability: int) -> Any:
-    """As much of a device as compiling takes."""
+    """A stand-in for a device, with the attributes that compilation needs."""
     return mock.Mock(
         get_current_target=lambda: GPUTarget("cuda", capability, WARP),
         get_current_device=lambda: capability,
@@ -119,7 +119,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _weights_a_step(name: str, config: dict[str, int]) -> float:
-    """Kept weights that a program takes in one step of its loop."""
+    """Return the number of kept weights that a program reads in one step of its loop."""
     if name == "triton-gemv":
         return config["rows"] * config["groups"] * 2 * config.get("unroll", 1)
     return config["rows"] * config["columns"] * config.get("split", 1) / 2

@@ -77,7 +77,7 @@ def _start(out: Path) -> subprocess.Popen:
 
 
 def _kill(process: subprocess.Popen, seconds: float) -> bool:
-    """Kill a process after a while; whether it had come through by then."""
+    """Kill a process after some seconds; return whether it had finished by then."""
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -88,7 +88,7 @@ def _kill(process: subprocess.Popen, seconds: float) -> bool:
 
 
 def _state(out: Path, expected: dict[str, str]) -> str:
-    """How far a run was, by what it left."""
+    """Describe the progress of a run by the files that it left."""
     if out.exists():
         _check(_weights(out) == expected, "half a result stands under its final name")
         return "result there"

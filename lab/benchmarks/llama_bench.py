@@ -29,7 +29,7 @@ def seconds_a_token(file: Path, binaries: Path) -> float:
 def files_of(
     settings: Mapping[str, Any], place: Path, binaries: Path, types: Sequence[str]
 ) -> dict[str, Path]:
-    """A model of a shape as llama.cpp reads it, in bfloat16 and in each of its types."""
+    """Return a model of a shape as llama.cpp reads it, in bfloat16 and in each of its types."""
     whole = place / "BF16.gguf"
     write_gguf(settings, whole)
     files = {"BF16": whole}

@@ -24,7 +24,7 @@ CONTEXT = 512
 
 
 def by_llamacpp(binaries: Path, file: Path, text: Path, chunks: int) -> float:
-    """The perplexity that `llama-perplexity` finds."""
+    """Return the perplexity that `llama-perplexity` finds."""
     command = [binaries / "llama-perplexity", "-m", file, "-f", text, "-c", CONTEXT, "-t", 1]
     command += ["-b", CONTEXT, "--chunks", chunks]
     for _ in range(10):  # its log is not always written to the end before it ends
@@ -36,7 +36,7 @@ def by_llamacpp(binaries: Path, file: Path, text: Path, chunks: int) -> float:
 
 
 def by_transformers(directory: Path, text: Path, chunks: int) -> float:
-    """The same of the checkpoint, in float32."""
+    """Return the same of the checkpoint, in float32."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = torch.tensor(tokenizer(text.read_text("utf-8"), add_special_tokens=False).input_ids)

@@ -1,4 +1,4 @@
-"""What pruning a streamed model takes of memory, by its shape."""
+"""The memory of pruning a streamed model, by a formula of its shape."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class Shape:
 
     Attributes:
         hidden: The size of the hidden state.
-        intermediate: That of the MLP.
+        intermediate: The size of the MLP's inner features.
         blocks: The number of blocks.
         key_values: The rows of the projections of keys and of values.
         windows: The number of calibration windows.
-        length: Their length; they run one at a time.
+        length: Tokens a window; windows run one at a time.
     """
 
     hidden: int
@@ -28,7 +28,7 @@ class Shape:
 
     @property
     def groups(self) -> list[list[tuple[int, int]]]:
-        """The layers of a block (rows, columns), those of one input together, in their order."""
+        """The layers of a block (rows, columns), in their order, grouped by input."""
         h, i, kv = self.hidden, self.intermediate, self.key_values
         return [[(h, h), (kv, h), (kv, h)], [(h, h)], [(i, h), (i, h)], [(h, i)]]
 
@@ -57,11 +57,12 @@ MODELS = {
 
 
 def parts(shape: Shape, solver: tuple[float, float]) -> dict[str, float]:
-    """What pruning takes beside the libraries, in bytes, by what it is for.
+    """Return the bytes of pruning, besides the libraries, by purpose.
 
     Args:
         shape: The model and its calibration.
-        solver: How many float32 numbers one layer takes a weight, and a number of its Hessian.
+        solver: Float32 numbers of the solver for each weight of a layer, and for each element of
+            its Hessian.
     """
     hessians = [4 * group[0][1] ** 2 for group in shape.groups]
     per_weight, per_square = solver
@@ -88,7 +89,7 @@ def print_formula(
     taken: dict[str, int],
     constants: dict[str, tuple[float, float]],
 ) -> None:
-    """What the formula gives for the run, beside what it took, and for larger models with SM."""
+    """Print the formula's and the measured bytes of the run, and the formula's of larger models."""
     libraries = taken["libraries"]
     rows: list[tuple[str, str, Shape]] = [("this run", method, measured)]
     rows += [(name, "SM", shape) for name, shape in MODELS.items()]

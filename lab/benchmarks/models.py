@@ -64,7 +64,7 @@ full forward.
 
 
 def row(family: str) -> list[str]:
-    """Prune a family in all settings, and say what was done."""
+    """Prune a family in all settings, and return its row of the table."""
     settings: list[dict[str, bool]] = [{}, {"padding": False}]
     if FAMILIES[family].auto == "AutoModelForCausalLM":
         settings.append({"use_cache": False})
@@ -82,7 +82,7 @@ def row(family: str) -> list[str]:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """The table."""
+    """Return the table."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

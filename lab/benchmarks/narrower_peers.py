@@ -12,8 +12,8 @@ weights that were removed.
 
 SliceGPT (microsoft/TransformerCompression, at the directory `--slicegpt`; it needs ml-collections)
 rotates the hidden state of LLaMAs and cuts it: to the multiple of 8 features, its own rounding,
-with which its blocks, and the products that it adds to their shortcuts, hold most nearly as many
-weights as ours; both numbers are told. Its embeddings get smaller beside that, and its head is no
+at which its blocks, with the products that it adds to their shortcuts, have the number of weights
+nearest to ours; the table has both numbers. Its embeddings become smaller, too, and its head is no
 longer tied to them. It was written for transformers 4.41: the forward of its blocks is that of
 transformers 5 here, with its shortcuts.
 
@@ -58,7 +58,7 @@ log = logging.getLogger("narrower_peers")
 
 @contextmanager
 def watched(layers: list[nn.Linear], see: Any) -> Iterator[None]:
-    """Let `see` be called with the number of a layer, its input and its output."""
+    """Call `see` with the number of a layer, its input and its output, in this context."""
     handles = [
         layer.register_forward_hook(lambda _, x, y, i=i: see(i, x[0].detach(), y.detach()))
         for i, layer in enumerate(layers)
@@ -71,18 +71,18 @@ def watched(layers: list[nn.Linear], see: Any) -> Iterator[None]:
 
 
 class Windows(Callback):
-    """Keeps the windows that a trainer calibrates on, which its model may have written."""
+    """A callback that stores the calibration windows, which the model may have written."""
 
     def __init__(self) -> None:
         self.windows: list[Tensor] = []
 
     def on_predict_batch_start(self, *given: Any) -> None:
-        """Take a batch apart."""
+        """Store the windows of a batch."""
         self.windows += given[2].split(1)
 
 
 def consumers(plan: NarrowingPlan) -> list[Any]:
-    """The layers that read the neurons, one of each block."""
+    """Return the layers that read the neurons, one of each block."""
     return [layers[0].module for layers in plan.layers.values()]
 
 
@@ -177,7 +177,7 @@ def _shortcut(residual: Tensor, rotation: Tensor | None) -> Tensor:
 def exchanges(
     model: Any, windows: list[Tensor], plan: NarrowingPlan, options: Any
 ) -> list[tuple[float, float]]:
-    """By block, the loss over that of the greedy set, and that of the best restart over it."""
+    """Return, by block, the relative losses after exchanges and of the best restart."""
     structure, layers = plan.structure, consumers(plan)[:: options.every]
     sums = [HessianAccumulator(layer.in_features) for layer in layers]
     with watched(layers, lambda i, x, _: sums[i].update(x)):
@@ -202,7 +202,7 @@ def exchanges(
 
 
 def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
-    """What one code does with one model: a cell of the table."""
+    """Return the result of one code on one model, a cell of the table."""
     cli = configure(Trial(name), sweep)
     cli.config["data.seed"] = options.seed
     cli.config["trainer.enable_progress_bar"] = False

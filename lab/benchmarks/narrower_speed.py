@@ -30,7 +30,7 @@ DENSE, TRANSFORMERS = "dense", "transformers"
 
 
 def save_dense(source: Path, place: Path) -> Path:
-    """The dense model as a directory."""
+    """Return the dense model as a directory."""
     directory = place / DENSE
     directory.mkdir()
     model, tokenizer = load_model(str(source), torch.bfloat16), load_tokenizer(source)
@@ -39,14 +39,14 @@ def save_dense(source: Path, place: Path) -> Path:
 
 
 def converted(run: Path, kind: str, source: Path, place: Path) -> Path:
-    """A run as a file for llama.cpp."""
+    """Return a run as a file for llama.cpp."""
     out = place / f"{run.name}-{kind}.gguf"
     to_gguf.main([str(run), "--like", str(source), "--type", kind, "--out", str(out)])
     return out
 
 
 def seconds_a_step(model: PreTrainedModel) -> float:
-    """CPU seconds of a token in transformers, which are many while nothing is compiled."""
+    """Return the CPU seconds of a token in transformers, uncompiled."""
     tokens, cache = torch.ones(1, llama_bench.LONG, dtype=torch.int64), None
     with torch.inference_mode():
         for step in range(llama_bench.LONG + 1):

@@ -82,7 +82,7 @@ class Clock:
                 self._inside[-1] += whole
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts."""
+        """Return the function, whose time counts."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

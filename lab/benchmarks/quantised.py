@@ -71,13 +71,13 @@ IMATRIX = ("Q4_0", "Q3_K_M", "IQ2_XS")
 
 
 def on_grid(weight: Tensor) -> Tensor:
-    """A weight whose values are random codes times one scale, with the zeros that it has."""
+    """Return a weight whose values are random codes times one scale, with the zeros that it has."""
     codes = torch.randint(1, 9, weight.shape) * (2 * torch.randint(2, weight.shape) - 1)
     return (codes * 2.0**-10 * (weight != 0)).to(weight.dtype)
 
 
 def layer_of(linear: nn.Linear, side: str) -> nn.Module:
-    """The layer as a contestant has it, with random weights."""
+    """Return the layer as a contestant has it, with random weights."""
     if side == DENSE:
         return linear
     if side == INT4:

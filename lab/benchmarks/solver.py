@@ -46,7 +46,7 @@ INPUTS = {"plain": (4.0, -0.6), "few": (0.5, -0.6), "steep": (0.5, -1.5)}
 def layer(
     rows: int, columns: int, inputs: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A weight (rows, columns) and the Hessian (columns, columns) of realistic inputs."""
+    """Return a weight (rows, columns) and the Hessian (columns, columns) of realistic inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -52,7 +52,7 @@ class Stopwatch:
             self._parts.pop()
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted as a part of this name; a function that it returns, too."""
+        """Return the function, counted as a part of this name; a function that it returns, too."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:

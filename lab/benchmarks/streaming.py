@@ -88,7 +88,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def own_memory() -> int:
-    """The bytes that `ulimit -d` counts."""
+    """Return the bytes that `ulimit -d` counts."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
@@ -169,7 +169,7 @@ def child(*args: object, limit: float | None = None) -> dict[str, int] | str:
 
 
 def solver_constants(method: str) -> tuple[float, float]:
-    """How many float32 numbers one layer takes a weight, and a number of its Hessian."""
+    """Return how many float32 numbers one layer takes a weight, and a number of its Hessian."""
     shapes = [(1024, 1024), (2816, 1024), (1024, 2816)]
     taken = []
     for rows, columns in shapes:
@@ -182,7 +182,7 @@ def solver_constants(method: str) -> tuple[float, float]:
 
 
 def differences(one: Path, other: Path) -> tuple[int, list[str]]:
-    """How many tensors two checkpoints hold, and which differ in any bit."""
+    """Return how many tensors two checkpoints hold, and which differ in any bit."""
     mine, theirs = (dict(_places(d)) for d in (one, other))
     differ = sorted(mine.keys() ^ theirs.keys())
     for name in mine.keys() & theirs.keys():

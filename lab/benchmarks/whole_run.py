@@ -85,7 +85,7 @@ class Result:
 
 
 def load(options: argparse.Namespace) -> Any:
-    """The model, cut after some blocks if that is asked for."""
+    """Return the model, cut after some blocks if that is asked for."""
     device, dtype = options.device, getattr(torch, options.dtype)
     if options.shape:
         values = dict(SHAPES[options.shape])
@@ -155,7 +155,7 @@ def _prune(
 
 
 def perplexity(model: Any, windows: Tensor) -> float:
-    """The perplexity of the model on windows of tokens."""
+    """Return the perplexity of the model on windows of tokens."""
     metric = Perplexity()
     for ids in windows.to(model.device).split(1):
         losses, predicted = token_losses(model(input_ids=ids, use_cache=False).logits, ids, None)

@@ -22,7 +22,7 @@ _ABLATIONS = {
 
 
 class Finding(NamedTuple):
-    """One case of a claim: what the paper says, of what, whether it is so, and the numbers."""
+    """One case of a claim: statement, subject, whether it holds, and the numbers."""
 
     claim: str
     where: str
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 
 def claims_part(models: Sequence[ModelRuns]) -> list[Part]:
-    """Every claim with its cases; nothing where the runs decide none."""
+    """Return every claim with its cases; `None` if the runs decide no case."""
     decided = findings(models)
     tables = []
     for claim in dict.fromkeys(finding.claim for finding in decided):
@@ -45,7 +45,7 @@ def claims_part(models: Sequence[ModelRuns]) -> list[Part]:
 
 
 def findings(models: Sequence[ModelRuns]) -> list[Finding]:
-    """Every claim in every case that the runs of sweeps can decide."""
+    """Yield every claim in every case that the runs of sweeps can decide."""
     rows = [
         {
             "model": trial.model,
@@ -115,7 +115,7 @@ def _of_methods(plain: pd.DataFrame, name: str) -> Iterator[Finding]:
 
 
 class _Gain(NamedTuple):
-    """By how much the perplexity of one method is below that of another.
+    """The gain of one method over another: how much lower its perplexity is.
 
     `mean` and `deviation` are over the seeds, `ratio` is that of the means, and `words` is the
     difference without its `sign`.
@@ -129,7 +129,7 @@ class _Gain(NamedTuple):
 
 
 def _gain(case: pd.DataFrame, worse: str, better: str) -> _Gain | None:
-    """The gain of one method over another; `None` where they cannot be compared."""
+    """Return the gain of one method over another; `None` where they cannot be compared."""
     if not {worse, better} <= set(case):
         return None
     both = case[[worse, better]].dropna()

@@ -1,4 +1,4 @@
-"""The picture of perplexities: how far each method is above the dense model, by sparsity."""
+"""The picture of excess perplexities: each method's distance to the dense model, by sparsity."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -136,7 +136,7 @@ def _write(axes: Axes, text: str, position: tuple[float, float], **how: Any) -> 
 
 
 def _short(value: float, width: float = np.inf) -> str:
-    """Three digits, or those that tell values on an axis of some width apart."""
+    """Format a value with three digits, or with as many as distinguish values on the axis."""
     if value >= 1e5:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     decimals = max(0, 2 - int(np.log10(max(value, 1))), 2 if width < 3 else 1 if width < 30 else 0)

@@ -33,7 +33,7 @@ def paper_values() -> tuple[Any, ...]:
 
 
 def reported(trial: Trial, metric: str) -> float | None:
-    """The paper's value for a trial; `None` where it has none.
+    """Return the paper's value for a trial; `None` where it has none.
 
     The trial has the paper's name of the model. The tables never contradict each other. Where none
     of them gives a block size (Mamba, magnitude, Wanda), the value stands for any.

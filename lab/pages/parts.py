@@ -30,7 +30,7 @@ def results_part(frame: ScoreFrame, peers: Peers = NO_PEERS) -> Part | None:
     table = with_paper(results_table(frame), frame)
     if table is None:
         return None
-    if "CPU seconds" in table.cells:  # those of the clock count other work and pauses, too
+    if "CPU seconds" in table.cells:  # wall-clock seconds include other work and pauses
         table = replace(table, cells=table.cells.drop(columns="seconds"))
     model = frame.model
     compared = any(len(groups) > 1 for groups in model.by_setting().values())
@@ -49,13 +49,13 @@ def results_part(frame: ScoreFrame, peers: Peers = NO_PEERS) -> Part | None:
 
 
 def zero_shot_part(frame: ScoreFrame, part: Part | None) -> Part | None:
-    """The part of a report, next to the paper's values."""
+    """Return the part of a report, next to the paper's values."""
     table = with_paper(zero_shot_table(frame), frame)
     return replace(part, tables=[table]) if part and table else part
 
 
 def paper_value(group: RunGroup, score: Score) -> float | None:
-    """The paper's value, if it is of the same trial and the same context."""
+    """Return the paper's value, if it is of the same trial and the same context."""
     if score.context not in (None, CONTEXT):
         return None
     return reported(group.trial, score.name)
@@ -184,7 +184,7 @@ def _named(score: Score) -> str:
 
 
 def _prefixes(model: ModelRuns) -> list[str]:
-    """How the windows of texts begin, where that is recorded."""
+    """Describe the beginnings of the windows of texts, if they are recorded."""
     texts: dict[float, list[str]] = {}
     for run in model.runs:
         for text, scores in run.evaluation.perplexity.items():

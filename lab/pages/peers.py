@@ -18,7 +18,7 @@ _COLUMNS = ("model", "sparsity", "code", "perplexity")
 
 
 def read_tables(page: str) -> list[pd.DataFrame]:
-    """The tables of a page in Markdown, all cells as text."""
+    """Return the tables of a page in Markdown, all cells as text."""
     tables: list[list[list[str]]] = []
     lines = ["", *page.splitlines()]
     for last, line in itertools.pairwise(lines):
@@ -30,7 +30,7 @@ def read_tables(page: str) -> list[pd.DataFrame]:
 
 
 def read_peers(path: Path, text: str = UNNAMED) -> Peers:
-    """The perplexities of a page, by its tables that name `model`, `sparsity` and `code`.
+    """Return the perplexities of a page, by its tables that name `model`, `sparsity` and `code`.
 
     They are means over the seeds, of the text that sweeps call `text`.
 

@@ -47,7 +47,7 @@ def texts_part(frame: ScoreFrame) -> Part | None:
 
 
 def calibrated_on(group: RunGroup) -> str:
-    """The text and the number of windows, as the reports of a group have them."""
+    """Return the text and the number of windows, as the reports of a group have them."""
     sources: dict[str, None] = {}
     for run in group.runs:
         data = (run.report.provenance.get("data") if run.report else None) or {}

@@ -1,4 +1,4 @@
-"""The part on the sizes of the weights that are kept, where they are on disk."""
+"""The part of a page on the magnitudes of the kept weights, for models on disk."""
 
 import logging
 from collections.abc import Iterator, Set
@@ -22,7 +22,7 @@ _EXACT = 2**24
 
 
 def weights_part(model: ModelRuns) -> Part | None:
-    """How large the kept weights are, where they are on disk, beside those of the dense model."""
+    """Return histograms of the kept weights of models on disk, and of the dense model's weights."""
     pictures = []
     methods = {"dense": None} | {group.label: group.method for group in model.groups}
     for setting, groups in model.by_setting().items():
@@ -44,7 +44,7 @@ def weights_part(model: ModelRuns) -> Part | None:
 
 
 def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
-    """How many weights of some layers are in each bin of `MAGNITUDES`; zeros are in none.
+    """Return how many weights of some layers are in each bin of `MAGNITUDES`; zeros are in none.
 
     The checkpoint is read tensor by tensor. `None` where it does not hold all of the layers.
     """

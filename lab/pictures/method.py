@@ -34,7 +34,7 @@ def main() -> None:
 
 @torch.no_grad()
 def layer() -> tuple[Tensor, Tensor]:
-    """The weight of a layer of the embedded model, and the Hessian of its inputs."""
+    """Return the weight of a layer of the embedded model, and the Hessian of its inputs."""
     data = TextDataModule(num_samples=WINDOWS, sequence_length=LENGTH, tokenizer=str(STDLIB_LLAMA))
     data.setup("predict")
     model = CausalLM(str(STDLIB_LLAMA)).model
@@ -117,7 +117,7 @@ def draw_two_weights() -> Figure:
 
 
 def draw_certificate(found: list[tuple[int, float, float]]) -> Figure:
-    """The certified and the true distance to the optimum, by iterations."""
+    """Return the certified and the true distance to the optimum, by iterations."""
     figure = Figure(figsize=(5.4, 2.8), layout="constrained")
     axes = figure.subplots()
     iterations, certified, true = zip(*found, strict=True)

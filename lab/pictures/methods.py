@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def prune(windows: Tensor, recipe: Mapping[str, Any]) -> nn.Module:
-    """The embedded model, pruned by a recipe."""
+    """Return the embedded model, pruned by a recipe."""
     model = CausalLM(str(STDLIB_LLAMA))
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     batches = DataLoader(windows, batch_size=8)
@@ -117,7 +117,7 @@ def compare_masks(
 
 
 def draw_masks(masks: list[tuple[Tensor, Tensor]], losses: list[list[float]]) -> Figure:
-    """A corner of one layer, weight by weight; and the losses of all."""
+    """Return a corner of one layer, weight by weight; and the losses of all."""
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     single, joint = (kept[:24, :72] for kept in (~masks[0][0], ~masks[0][1]))

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def models(page: Path) -> dict[str, pd.DataFrame]:
-    """The tables of results of a page, by the models that their headings name."""
+    """Return the tables of results of a page, by the models that their headings name."""
     heading, found = "", {}
     for part in re.split(r"^(#+ .*)$", page.read_text("utf-8"), flags=re.M):
         if part.startswith("#"):
@@ -101,7 +101,7 @@ def numbers(cell: str) -> tuple[float, float]:
 
 
 def method_of(label: str) -> str:
-    """The canonical method of a label."""
+    """Return the canonical method of a label."""
     try:
         return canonical_method(LABELS.get(label, label))
     except MethodError:

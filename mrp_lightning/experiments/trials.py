@@ -223,10 +223,10 @@ def _arguments(setting: str) -> dict[str, Any]:
 
 
 def has_blocks(method: str) -> bool:
-    """Whether a method chooses weights block by block."""
+    """Return whether a method chooses weights block by block."""
     return parse_method(method).mask.by_block
 
 
 def sees_inputs(method: str) -> bool:
-    """Whether the result of a method depends on the calibration set."""
+    """Return whether the result of a method depends on the calibration set."""
     return canonical_method(method) != "magnitude"
