@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real gpu lint results pictures docs embedded-model sanitize notebooks dist clean
+.PHONY: quickstart test real gpu lint results pictures docs embedded-model sanitize reliability notebooks dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -75,7 +75,7 @@ pictures: .venv/installed
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# Runs the compiled CPU kernels under the address and undefined sanitizers.
+# Runs the compiled CPU kernels under the address and undefined sanitizers; with SECONDS=60 on damaged rows, too.
 sanitize: .venv/installed
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized \
@@ -83,7 +83,11 @@ sanitize: .venv/installed
 		-I mrp_sparse/kernels/cpu \
 		-isystem $$($(BIN)/python -c "import torch.utils.cpp_extension as e; print(e.include_paths()[0])") \
 		tests/export/rows_sanitized.cpp -o build/rows_sanitized
-	build/rows_sanitized
+	build/rows_sanitized $(SECONDS)
+
+# Power cuts, failing disks, kills and damaged files; hours. PART="power disk" names parts of it.
+reliability: .venv/installed
+	$(BIN)/python lab/reliability.py --out lab/results/reliability.md $(if $(PART),--part $(PART))
 
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.
 embedded-model: .venv/installed

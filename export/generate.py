@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
 from mrp_lightning.environment import device_named
@@ -68,21 +69,51 @@ def _require_same_model(dense: str, directory: str) -> None:
     """Raise, before loading, unless one directory may be a pruning of the other's model.
 
     Raises:
-        OptionError: The configurations differ in more than a pruning changes.
+        OptionError: The configurations or embeddings differ in more than a pruning changes.
     """
     from mrp_lightning.models.loading import load_config
 
-    configs = [load_config(path).get_text_config() for path in (dense, directory)]
+    config, other = (load_config(path).get_text_config() for path in (dense, directory))
     differing = [
-        f"`{key}` is {values[0]} and {values[1]}"
+        f"`{key}` is {was} and {now}"
         for key in _OF_A_MODEL
-        if (values := [getattr(config, key, None) for config in configs])[0] != values[1]
+        if (was := getattr(config, key, None)) != (now := getattr(other, key, None))
     ]
     if differing:
         raise OptionError(
             f"`--compare`: {dense} and {directory} are not one model: {'; '.join(differing)}. Give "
             "the dense model that was pruned, or leave it out."
         )
+    first, second = (_embeddings(path, config) for path in (dense, directory))
+    if first is not None and second is not None and first.shape == second.shape:
+        likeness = float(torch.cosine_similarity(first, second, dim=0))
+        if likeness < _LIKENESS:
+            raise OptionError(
+                f"`--compare`: {dense} and {directory} are not one model: their embeddings have a "
+                f"cosine of {likeness:.2f}, and pruning leaves them as they are. Give the dense "
+                "model that was pruned, or leave it out."
+            )
+
+
+_LIKENESS = 0.5
+"""A cosine of embeddings that unrelated models do not reach, and further training does."""
+_ROWS = 1024
+
+
+def _embeddings(directory: str, config: Any) -> torch.Tensor | None:
+    """Return the first rows of a model's embeddings, flat; `None` if they are not in floats."""
+    from mrp_lightning.models.checkpoint import build_without_weights
+
+    model: Any = build_without_weights(config)
+    table = model.get_input_embeddings()
+    names = [f"{name}.weight" for name, module in model.named_modules() if module is table]
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if any(key == name or f".{key}".endswith(f".{name}") for name in names):
+                    rows: torch.Tensor = opened.get_slice(key)[:_ROWS]
+                    return rows.float().flatten() if rows.is_floating_point() else None
+    return None
 
 
 def _generate(

@@ -4,6 +4,7 @@ Each directory that this package writes into has a manifest with the checksums o
 a file that is not listed, or has another checksum by now, belongs to the user.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
@@ -95,7 +97,7 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
     make_directories(path.parent)
     partial = path.with_name(f".{path.name}.{token_hex(4)}.partial")
     try:
-        with partial.open("x", encoding="utf-8") as file:  # follows no link
+        with naming(partial), partial.open("x", encoding="utf-8") as file:  # follows no link
             file.write(text)
         move_durably(partial, path)
     finally:
@@ -212,9 +214,26 @@ def flush(path: Path) -> None:
     """Write a file, or the names in a directory, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file in each `OSError` of the block that names none, as those of `write` and `fsync`.
+
+    Raises:
+        OSError: The same, with `filename`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if type(error) is not OSError or error.filename is not None:
+            raise
+        reason = error.strerror or str(error)  # numpy gives no number of a write that was short
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from error
 
 
 def _read(manifest: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from mrp_lightning.files import (
     hidden_beside,
     make_directories,
     move_durably,
+    naming,
     not_ours,
     output_path,
     start_manifest,
@@ -78,13 +79,24 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
 
 def _probe(above: Path, path: Path, argument: str) -> None:
     """Try to make a directory, which is surer than reading permissions."""
+    _remove_probes(path, {above, path.parent})
     try:
-        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PROBE, dir=above)).rmdir()
+        probe = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PROBE, dir=above))
+        with suppress(FileNotFoundError):  # another process took it for an abandoned one
+            probe.rmdir()
     except OSError as error:
         raise PermissionError(
             f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
             "directory."
         ) from error
+
+
+def _remove_probes(path: Path, directories: Iterable[Path]) -> None:
+    """Remove the probes of killed processes."""
+    for directory in directories:
+        for probe in directory.glob(f".{glob.escape(path.name)}.*{_PROBE}"):
+            with suppress(OSError):
+                probe.rmdir()
 
 
 def _existing(path: Path) -> Path:
@@ -248,7 +260,8 @@ def save_file(path: Path, *, argument: str) -> Iterator[Path]:
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
         try:
             start_manifest(staging)
-            yield staging / path.name
+            with naming(path):
+                yield staging / path.name
             move_durably(staging / path.name, path)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -292,14 +305,10 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove the incomplete directories of killed processes; the lock must be held."""
-    start = f".{glob.escape(path.name)}.*"
-    for probe in path.parent.glob(f"{start}{_PROBE}"):
-        with suppress(OSError):
-            probe.rmdir()
-    for staging in path.parent.glob(f"{start}{_STAGING}"):
-        with suppress(OSError):
-            staging.rmdir()  # one that was killed before it could be marked
-        if not staging.is_symlink() and (staging / MANIFEST).is_file():
+    _remove_probes(path, [path.parent])
+    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
+        is_marked = (staging / MANIFEST).is_file() or not not_ours(staging)  # or was about to be
+        if not staging.is_symlink() and is_marked:
             shutil.rmtree(staging, ignore_errors=True)
 
 

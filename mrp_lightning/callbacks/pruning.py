@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import output_path
+from mrp_lightning.loop.distributed import end_with_launcher
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import PrunedModule
 from mrp_lightning.pruning.job import Settings
@@ -90,6 +91,7 @@ class PruningCallback(Callback):
         self.report: PruningReport | None = None
         self._run: Run | None = None
         self._pruned: PrunedModule | None = None
+        end_with_launcher()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check everything that can be checked before the data is read."""

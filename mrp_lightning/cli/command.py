@@ -53,8 +53,19 @@ def exit_on_mistake(interrupted: str = "interrupted") -> Iterator[None]:
         raise SystemExit(errors.FAILED if failed else errors.MISTAKE) from error
 
 
+_NEXT_STEPS = {
+    errno.ENOSPC: "Make room there, or name a directory on another disk.",
+    errno.EDQUOT: "Make room there, or name a directory on another disk.",
+    errno.EIO: "The disk is full or fails: make room, or name a directory on another one.",
+}
+"""The next step after an error of the system that is about a disk."""
+
+
 def _message(mistake: BaseException) -> str:
     """Format an error. ENOENT without a file name means that the working directory is gone."""
+    if type(mistake) is OSError and mistake.filename and mistake.errno in _NEXT_STEPS:
+        file = mistake.filename2 or mistake.filename
+        return f"{file} cannot be written: {mistake.strerror}. {_NEXT_STEPS[mistake.errno]}"
     is_named = not isinstance(mistake, FileNotFoundError) or mistake.filename is not None
     if not is_named and getattr(mistake, "errno", None) == errno.ENOENT:
         return "the working directory was deleted. Change to one that exists."

@@ -1,8 +1,11 @@
 """The parser of all command lines: jsonargparse's, with mistakes reported in one line."""
 
+import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -27,10 +30,12 @@ class Parser(ArgumentParser):
         defaults_given: Arguments of an object that is parsed without a command line, for messages.
         model_first: Whether the first positional argument is the model, as an alternative to
             `--model`.
+        spellings: The words for YAML's `key: value` that is no option with the name of its key.
     """
 
     defaults_given: Sequence[Argument] = ()
     model_first: bool = False
+    spellings: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -56,13 +61,39 @@ class Parser(ArgumentParser):
 
     @contextmanager
     def options_in_errors(self) -> Iterator[None]:
-        """Replace the argument in errors of this context by its option, such as `--out`."""
+        """Replace arguments in errors and warnings of this context by options, such as `--out`."""
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, *origin: Any, **more: Any) -> None:
+            if isinstance(message, Warning):
+                message.args = (self.in_options(str(message)),)
+            shown(message, *origin, **more)
+
+        warnings.showwarning = show
         try:
             yield
-        except ArgumentError as error:
-            if error.argument is not None:
+        except Exception as error:
+            if isinstance(error, ArgumentError) and error.argument is not None:
                 error.argument = option_named(self, error.argument) or error.argument
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                error.args = (self.in_options(error.args[0]),)
             raise
+        finally:
+            warnings.showwarning = shown
+
+    def in_options(self, message: str) -> str:
+        """Return a message with options for Python's or YAML's arguments: `--a b` for `a: b`."""
+        message = re.sub(r"`(\w+)(?:(?:: *|=)([^`]+))?`", self._in_options, message)
+        return re.sub(r"(`[^`]+`) or \1", r"\1", message)  # two names of one option
+
+    def _in_options(self, argument: re.Match[str]) -> str:
+        text, name, value = argument[0], argument[1], argument[2]
+        option = self.spellings.get(text[1:-1].replace("=", ": ").lower())
+        if option is None and (option := option_named(self, name)) is None:
+            return text
+        if value is not None and option_named(self, name) and value.lower() != "true":
+            option = f"{option} {re.sub(r'[^-+.:/*_ 0-9A-Za-z]', '', value)}"
+        return option if "`" in option else f"`{option}`"
 
     def refuse_unknown(self) -> None:
         """Raise for keys of YAML files that are no options.

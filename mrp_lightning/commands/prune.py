@@ -36,6 +36,13 @@ _OF_TEXT = (
 )
 _SETTINGS = [field.name for field in fields(Settings) if field.init]
 
+_SPELLINGS = {
+    "resume: false": "--restart",
+    "calibration": "--text",
+    "calibration: self": "own text (no `--text`)",
+}
+"""The words for keys of YAML files that messages name and `prune` has not."""
+
 _DESCRIPTION = (
     "Prune or quantise a language model, measure its perplexity before and after on text that it "
     "was not calibrated on, save it, and convert it. `predict` does the same by YAML files."
@@ -204,6 +211,7 @@ def _add_settings(parser: Any) -> None:
 
 def _parser() -> Any:
     parser = make_parser("mrp-lightning prune", _DESCRIPTION)
+    parser.spellings = _SPELLINGS
     add_model_options(parser)
     option = parser.add_argument
     text = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "

@@ -357,11 +357,17 @@ class Journal(AbstractContextManager["Journal"]):
             return
         if differing:
             listed = "\n".join(f"  {difference}" for difference in differing)
+            model, other = (
+                manifest.about.get("config", {}).get("base_model")
+                for manifest in (self.manifest, earlier)
+            )
+            apart = "with other settings than this one"
+            if not same_weights and other != model:
+                apart = f"of the model {other}, and this one prunes {model}"
             raise JournalError(
                 f"{self.path} is the journal of an unfinished run, {len(earlier.shards)} blocks "
-                "far, with other settings than this one. Set `resume: false` (`prune --restart`) "
-                "to give it up and start afresh, name another directory, or go on with the "
-                "settings it was started with. "
+                f"far, {apart}. Set `resume: false` to give it up and start afresh, name another "
+                "directory, or go on with the model and the settings it was started with. "
                 f"What differs:\n{listed}"
             )
         earlier.about = self.manifest.about
@@ -394,7 +400,10 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             self.manifest.save(self.path)
         except OSError as error:
-            raise SaveError(f"The journal {self.path} cannot be written: {error}.") from error
+            raise SaveError(
+                f"The journal {self.path} cannot be written: {error}. Make room there, or name "
+                "another `save_dir`."
+            ) from error
 
 
 def find_journal(path: str | PathLike[str]) -> Path | None:

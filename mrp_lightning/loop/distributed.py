@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,6 +15,7 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
+from torch.distributed import is_initialized as has_group
 
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
@@ -120,6 +122,51 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+_LAUNCHER = "MRP_LIGHTNING_LAUNCHER"
+"""The variable with the id of the process that started this one as one of a group."""
+
+
+def end_with_launcher() -> None:
+    """End this process if the one that started it ends while their group forms.
+
+    Lightning's `ddp` starts the other processes of a machine from the first one. If that is killed,
+    they would wait half an hour for it to open the group; see `fail_together` for later.
+    """
+    launcher = os.environ.get(_LAUNCHER)
+    if os.environ.get("LOCAL_RANK", "0") == "0" or launcher is None:
+        os.environ[_LAUNCHER] = str(os.getpid())  # the processes that Lightning starts inherit it
+    elif launcher != str(os.getpid()) and not has_group():
+        watch = threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True)
+        watch.start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    """End this process when its launcher has ended, until the group is there."""
+    is_parent = os.getppid() == launcher
+    while not has_group():
+        # If it was killed while this process started, another one is the parent by now.
+        has_ended = os.getppid() != launcher if is_parent else not _exists(launcher)
+        if has_ended:
+            log.error(
+                "This process ends: the one that started it has ended. Run all of them again."
+            )
+            os._exit(FAILED)
+        time.sleep(_SECONDS)
+
+
+def _exists(process: int) -> bool:
+    """Return whether a process runs; one that nobody has waited for yet does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 @contextmanager

@@ -111,6 +111,36 @@ def test_two_nodes_go_on_where_a_process_died(killed, given):
     assert not (out / ".second.partial").exists()
 
 
+WAITS_FOR_ITS_GROUP = """
+import os, sys, subprocess, time
+from callbacks import MRPCallback
+MRPCallback(pattern="2:4")
+if os.environ.get("LOCAL_RANK") is None:  # as Lightning starts the others of a machine
+    other = subprocess.Popen([sys.executable, __file__], env={**os.environ, "LOCAL_RANK": "1"})
+    print(other.pid, flush=True)
+    other.wait()
+print("waits", flush=True)
+import torch.distributed
+torch.distributed.init_process_group(
+    "gloo", init_method="tcp://127.0.0.1:1", rank=1, world_size=2
+)
+"""
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_process_whose_launcher_is_killed_before_the_group_is_there_ends(tmp_path, is_waiting):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS_FOR_ITS_GROUP)
+    launcher = start(script)
+    other = Path("/proc", launcher.stdout.readline().strip())
+    if is_waiting:
+        assert launcher.stdout.readline() == "waits\n"
+    launcher.kill()
+    output = launcher.communicate(timeout=120)[0]  # to whose end the other holds the pipe
+    assert "the one that started it has ended" in output
+    assert not other.exists() or "State:\tZ" in (other / "status").read_text()
+
+
 @pytest.mark.gpu
 def test_two_gpus_hold_the_same_bits(given, tmp_path):
     if torch.cuda.device_count() < 2:

@@ -1,5 +1,6 @@
 """`mrp-lightning prune`: one command from a model to a pruned one and what it cost."""
 
+import ast
 import io
 import json
 import re
@@ -21,8 +22,10 @@ from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.comparison import _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
+from mrp_lightning.loop import saving
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]
 
 
@@ -88,8 +91,8 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--recipe=best", "--method=SM"], "either `--recipe` or `--method`"),
         (["--pattern=2:4", "--recipe=bets"], "best"),
         (["--pattern=2:4", "--text=absent.txt"], "`--text`: no such file: absent.txt."),
-        (["--bits=4", "--structure=experts", "--sparsity=0.5"], "goes with no `bits` or `grid`"),
-        (["--bits=5"], "`bits`"),
+        (["--bits=4", "--structure=experts", "--sparsity=0.5"], "goes with no `--bits` or `--grid`"),
+        (["--bits=5"], "`--bits`"),
         (["--grid=q9"], "q9"),
         (["--pattern=2:4", "--gguf=out"], "`--gguf`: expected a file that ends in .gguf"),
         (["--pattern=2:4", "--tunin"], "`--tuning`"),
@@ -151,6 +154,66 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     assert report["provenance"]["data"]["source"] == "the model's own text"
 
 
+def messages_about_settings():
+    """Every string of the package in which an argument stands between back-ticks, by its module."""
+    for file in sorted((ROOT / "mrp_lightning").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.search(r"`\w+(: ?[^`]+|=[^`]+)?`", text):
+                yield file.stem, text
+
+
+def test_all_messages_can_name_options():
+    parser = _parser()
+    keys = {action.dest for action in parser._actions} - {"model", "help"}
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    seen = set()
+    for module, message in messages_about_settings():
+        shown = parser.in_options(message)
+        for text in re.findall(r"`([^`]+)`", shown):
+            name = re.split(r"[:= ]", text)[0]
+            assert name not in keys, (module, shown)
+            if name in options and " " in text and "{" not in text:
+                assert options[name].nargs != 0, (module, shown)
+                seen.add(name)
+    assert {"--target", "--structure", "--allocation"} <= seen
+    for message, expected in (
+        ("leave them dense with `skip_indivisible: true`:", "with `--skip-indivisible`:"),
+        ("Set `resume: false` to give it up", "Set `--restart` to"),
+        ("`ignore: [a, b]`, `num_samples: 46`", "`--ignore a b`, `--num-samples 46`"),
+        ("in `calibration` or `train_files`.", "in `--text`."),
+        ("`streaming` and `model`", "`streaming` and `MODEL`"),
+    ):
+        assert expected in parser.in_options(message)
+
+
+def test_what_a_pattern_does_not_divide_is_told_by_the_options(tiny_llama, text, capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", str(tiny_llama), "--pattern=7:9", f"--text={text}", *SMALL])
+    shown = capsys.readouterr().err
+    assert "`--ignore`, or leave them dense with `--skip-indivisible`" in shown
+
+
+def test_the_journal_of_another_model_is_named(tiny_llama, text, tmp_path, capsys, monkeypatch):
+    other = tmp_path / "other"
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(other)
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(other)
+    asked = ["--pattern=2:4", f"--text={text}", "--out=out", "--eval-samples=2", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "save_pretrained", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+        with pytest.raises(SystemExit):
+            main(["prune", str(tiny_llama), *asked])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["prune", str(other), *asked])
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"of the model {tiny_llama}, and this one prunes {other}. Set `--restart`" in shown
+    main(["prune", str(other), *asked, "--restart"])
+
+
 def test_messages_name_what_was_typed(tiny_llama, text, capsys):
     asked = [f"--text={text}", "--sequence-length=32", "--accelerator=cpu", "--eval-samples=2"]
     Path("few.txt").write_text("x = 1")
@@ -177,7 +240,7 @@ def test_a_short_text_is_used_and_said_to_be_short(tiny_llama, text, capsys):
     with pytest.warns(UserWarning, match="windows of") as warned:
         main(["prune", str(tiny_llama), "--pattern=2:4", f"--text={text}", "--method=magnitude"])
     messages = " ".join(str(warning.message) for warning in warned)
-    assert re.search(r"128 windows of \d+ tokens .* `num_samples: \d+`", messages)
+    assert re.search(r"128 windows of \d+ tokens .* `--num-samples \d+`", messages)
     assert "The held-out text has only" in messages
     (scores,) = json.loads(Path("tiny-llama-2of4/evaluation.json").read_text())["dense"].values()
     held_out = TextDataModule([text], hold_out=True).documents("test")[0]

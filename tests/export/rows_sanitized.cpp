@@ -1,11 +1,14 @@
 // `make sanitize` runs the kernels of packed rows under the address and undefined sanitizers, with
-// every buffer as large as its content and not a byte more, and compares with a plain loop.
+// every buffer as large as its content and not a byte more, and compares with a plain loop. With a number
+// it runs them on damaged rows, too, for so many seconds.
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "rows.h"
 
+#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <random>
 
@@ -267,9 +270,92 @@ void run_bytes(int64_t rows, int64_t columns, int64_t tokens, std::mt19937& rand
 #endif
 }
 
+// Flip bits of some bytes, or of some bytes of numbers.
+template <typename T>
+void damage(std::vector<T>& content, std::mt19937& random) {
+  auto* bytes = reinterpret_cast<uint8_t*>(content.data());
+  const size_t size = content.size() * sizeof(T);
+  for (unsigned flips = size ? random() % 4 : 0; flips > 0; flips--) {
+    bytes[random() % size] ^= 1 << random() % 8;
+  }
+}
+
+// Run a kernel on damaged rows: it may refuse them, and nothing else.
+template <typename Kernel>
+void survive(const Kernel& kernel, int64_t& refused) {
+  try {
+    kernel();
+  } catch (const std::runtime_error&) {
+    refused++;
+  }
+}
+
+template <typename Decode>
+void run_damaged(Problem problem, int64_t rows, int64_t columns, int64_t tokens, std::mt19937& random, int64_t& refused) {
+  damage(problem.values, random);
+  damage(problem.places, random);
+  if (random() % 4 == 0) {
+    damage(problem.offsets, random);
+  }
+  problem.values.resize(problem.values.size() - (problem.values.empty() ? 0 : random() % 2));
+  const auto values = exactly(problem.values);
+  const auto places = exactly(problem.places);
+  const auto offsets = exactly(problem.offsets);
+  const auto x = exactly(std::vector<BFloat16>(tokens * columns, BFloat16(1)));
+  const mrp::Packed<BFloat16> weight{
+      values.get(), values.get() + problem.values.size(), places.get(), problem.row_bytes, columns,
+      std::is_same_v<Decode, mrp::Nibbles> ? nullptr : offsets.get()};
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+  for (bool portable : {true, false}) {
+    survive([&] { mrp::multiply<Decode>(weight, x.get(), tokens, nullptr, y.get(), rows, 0, rows, portable); }, refused);
+    survive([&] { mrp::decode<Decode>(weight, dense.get(), 0, rows, portable); }, refused);
+  }
+}
+
+void run_damaged_codes(CodedProblem problem, int64_t rows, int64_t columns, int64_t tokens, std::mt19937& random, int64_t& refused) {
+  damage(problem.nibbles, random);
+  damage(problem.places, random);
+  damage(problem.scales, random);
+  if (random() % 4 == 0) {
+    damage(problem.offsets, random);
+  }
+  problem.nibbles.resize(problem.nibbles.size() - (problem.nibbles.empty() ? 0 : random() % 2));
+  const auto nibbles = exactly(problem.nibbles), places = exactly(problem.places);
+  const auto scales = exactly(problem.scales);
+  const auto x = exactly(std::vector<BFloat16>(tokens * columns, BFloat16(1)));
+  const auto offsets = exactly(problem.offsets);
+  const mrp::Coded<BFloat16> weight{
+      nibbles.get(), nibbles.get() + problem.nibbles.size(), places.get(), (columns + 7) / 8, columns,
+      scales.get(), offsets.get()};
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+  for (bool portable : {true, false}) {
+    survive([&] { mrp::decode(weight, dense.get(), 0, rows, portable); }, refused);
+    for (bool eight_bits : {false, true}) {
+      const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, portable);
+      survive([&] { product.multiply(weight, nullptr, y.get(), rows, 0, rows); }, refused);
+    }
+  }
+}
+
+// Damaged weights of random shapes, for some seconds.
+void fuzz(double seconds, std::mt19937& random) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  int64_t weights = 0, refused = 0;
+  while (std::chrono::steady_clock::now() < limit) {
+    const int64_t rows = 1 + random() % 4, columns = 1 + random() % 400, tokens = 1 + random() % 8;
+    const double kept = random() % 11 / 10.0;
+    run_damaged<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random, refused);
+    run_damaged_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random, refused);
+    const int64_t whole = (columns + 7) / 8 * 8;
+    run_damaged<mrp::Nibbles>(draw(rows, whole, 0.5, true, random), rows, whole, tokens, random, refused);
+    weights += 3;
+  }
+  std::printf("%ld damaged weights, refused by %ld kernels\n", long(weights), long(refused));
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** words) {
   std::mt19937 random(0);
   int64_t runs = 0;
   for (int64_t columns : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 160, 192, 255, 264, 520, 1000}) {
@@ -292,5 +378,8 @@ int main() {
   std::printf(
       "%ld weights, portable and %s: %d failures\n", long(runs),
       mrp::has_avx512() ? "AVX-512" : "portable again, for want of AVX-512", failures);
+  if (count > 1) {
+    fuzz(std::atof(words[1]), random);
+  }
   return failures ? 1 : 0;
 }

@@ -66,6 +66,9 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
     AutoModelForCausalLM.from_config(config).save_pretrained(other)
     shown = refused(str(llama), "--prompt", "a", "--compare", str(other))
     assert "are not one model: `model_type` is gpt2 and llama; `vocab_size` is 64 and" in shown
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama)).save_pretrained(other)
+    shown = refused(str(llama), "--prompt", "a", "--compare", str(other))
+    assert re.search(r"are not one model: their embeddings have a cosine of -?0\.0\d", shown)
     for file in llama.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer" in refused(str(llama), "--prompt", "a")

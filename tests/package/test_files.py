@@ -1,5 +1,6 @@
 """Directories and files are whole or absent, and what they replace is not lost."""
 
+import errno
 import json
 import math
 import os
@@ -15,11 +16,19 @@ import pytest
 from faulty import in_child
 
 from mrp_lightning import files, outputs
+from mrp_lightning.cli.command import exit_on_mistake
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.files import MANIFEST, check_output_file, save_ours, save_text, write_manifest
+from mrp_lightning.files import (
+    MANIFEST,
+    check_output_file,
+    naming,
+    save_ours,
+    save_text,
+    write_manifest,
+)
 from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.json_files import as_json, read_json
-from mrp_lightning.outputs import check_output_dir, save_directory, save_file
+from mrp_lightning.outputs import check_output_dir, require_writable, save_directory, save_file
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):
@@ -618,3 +627,44 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
         partial.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
     assert out.read_text() == "whole"
+
+
+def test_an_error_of_a_full_disk_names_the_file_and_the_next_step(tmp_path, monkeypatch, capsys):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit), exit_on_mistake():
+        save_text(tmp_path / "a.txt", "a")
+    shown = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"error: {tmp_path}/\.a\.txt\.\w+\.partial cannot be written: No space left on device. "
+        r"Make room there, or name a directory on another disk.\n",
+        shown,
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_short_write_of_numpy_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="4096 requested and 0 written") as raised, naming(tmp_path):
+        raise OSError("4096 requested and 0 written")
+    assert raised.value.filename == str(tmp_path)
+    with pytest.raises(FileExistsError) as raised, naming(tmp_path):
+        raise FileExistsError("as it is")
+    assert raised.value.filename is None
+
+
+def test_leftovers_of_a_power_cut_are_removed(tmp_path):
+    staging = tmp_path / ".out.abcdefgh.staging"
+    (staging).mkdir()
+    (staging / "..mrp_files.json.0123abcd.partial").write_text("{")  # never renamed
+    (tmp_path / ".out.abcdefgh.probe").mkdir()
+    users = tmp_path / ".out.notes.staging"
+    users.mkdir()
+    (users / "notes.txt").write_text("mine")
+    with save_directory(tmp_path / "out"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"out", users.name}
+    (tmp_path / ".out.abcdefgh.probe").mkdir()
+    require_writable(tmp_path / "out", "out")
+    assert not (tmp_path / ".out.abcdefgh.probe").exists()

@@ -1,0 +1,204 @@
+"""Break runs of the smallest model in every way that a machine does, and check what they leave.
+
+    python lab/reliability.py --out lab/results/reliability.md
+
+* power: the power is cut at random system calls, recorded by strace; what was not written through
+  to the disk is lost, wholly or by chance, and the same command is given again;
+* disk: ENOSPC or EIO at a write, fsync, rename, … of a command;
+* kill: SIGKILL at random moments, and of one of two processes that work together;
+* fuzz: damaged files in each reader, guided by coverage (atheris), and packed rows with damaged
+  bytes in the compiled kernels, under the address and undefined sanitizers.
+
+The status is 1 if something happened that must not: a result lost, half a result, other bits, a
+refusal without a file and a next step, a traceback, a leftover, or a process that hangs.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trouble import disk, kills, power, runs
+from trouble.runs import Command
+
+from mrp_sparse.environment import machine
+
+ROOT = Path(__file__).parents[1]
+Rows = tuple[str, Sequence[str], list[Sequence[Any]], list[str]]
+"""The title, the columns and the rows of a table, and the faults."""
+
+
+def main() -> None:
+    """Do what is asked for, write its tables as Markdown, and exit with 1 after a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    option = parser.add_argument
+    option("--out", type=Path, help="the file of the tables (default: standard output)")
+    parts = {"power": power_cuts, "disk": failing_disks, "kill": random_kills, "fuzz": fuzzing}
+    option("--part", nargs="+", choices=list(parts), default=list(parts))
+    option("--cuts", type=int, default=200, help="power cuts of each command")
+    option("--failures", type=int, default=100_000, help="the most failing calls of each command")
+    option("--kills", type=int, default=100, help="kills in all")
+    option("--ddp", type=int, default=8, help="those of them with two processes")
+    option("--fuzz-seconds", type=int, default=300, help="seconds for each reader and the kernels")
+    option("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    runs.import_all()
+    begin, tables = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as directory:
+        inputs = Path(directory)
+        runs.write_inputs(inputs)
+        commands = runs.commands(inputs)
+        for name in options.part:
+            with _progress(name):
+                tables.append(parts[name](options, inputs, commands))
+            text = _page(tables, options, time.monotonic() - begin)
+            if options.out:
+                options.out.write_text(text, "utf-8")
+    if not options.out:
+        print(text, end="")
+    raise SystemExit(any(faults for *_, faults in tables))
+
+
+def power_cuts(options: argparse.Namespace, _: Path, commands: dict[str, Command]) -> Rows:
+    """Cut the power of each command."""
+    rows, faults = [], []
+    for command in commands.values():
+        done = _last(power.cut(command, options.cuts, random.Random(options.seed)))
+        faults += [f"{command.name}: {fault}" for fault in done.faults]
+        counted = (_counted(done.states), _counted(done.reruns))
+        rows.append((command.name, options.cuts, *counted, len(done.faults)))
+    columns = ("command", "cuts", "after the cut", "the same command again", "faults")
+    return "Power cuts", columns, rows, faults
+
+
+def failing_disks(options: argparse.Namespace, _: Path, commands: dict[str, Command]) -> Rows:
+    """Let calls of each command fail."""
+    rows, faults = [], []
+    for command in commands.values():
+        done = _last(disk.fail(command, options.failures, random.Random(options.seed)))
+        faults += [f"{command.name}: {fault}" for fault in done.faults]
+        tried = done.refused + done.harmless + len(done.faults)
+        rows.append((command.name, tried, done.refused, done.harmless, len(done.faults)))
+    columns = ("command", "failed calls", "named the file and the way on", "right result", "faults")
+    return "Failing disks", columns, rows, faults
+
+
+def random_kills(options: argparse.Namespace, inputs: Path, commands: dict[str, Command]) -> Rows:
+    """Kill commands at random moments."""
+    rows, faults = [], []
+    chance = random.Random(options.seed)
+    alone = kills.killed_commands(inputs, commands)
+    each, more = divmod(options.kills - options.ddp, len(alone))
+    trials = [kills.kill(one, each + (index < more), chance) for index, one in enumerate(alone)]
+    for trial in [*trials, kills.kill_processes(inputs, options.ddp, chance)]:
+        done = _last(trial)
+        if done is None:
+            continue
+        faults += [f"{done.name}: {fault}" for fault in done.faults]
+        rows.append((done.name, done.resumed, done.through, len(done.faults)))
+    columns = ("command", "killed, then the same bits", "through before", "faults")
+    return "Kills", columns, rows, faults
+
+
+def fuzzing(options: argparse.Namespace, inputs: Path, commands: dict[str, Command]) -> Rows:
+    """Fuzz each reader, and the kernels."""
+    from trouble import fuzz
+
+    _write_more(inputs, commands)
+    rows, faults = [], []
+    for name in fuzz.targets():
+        corpus = inputs / "corpus" / name
+        fuzz.write_seeds(name, corpus, inputs)
+        words = [sys.executable, str(Path(fuzz.__file__)), name, str(corpus)]
+        seconds = f"--seconds={options.fuzz_seconds}"
+        done = subprocess.run([*words, seconds], capture_output=True, text=True, check=False)
+        text = done.stdout + done.stderr
+        tried, reached = fuzz.counts(text)
+        if done.returncode:
+            faults.append(f"{name}: {fuzz.reason(text)}")
+        print(f"  {name} {tried}, faults: {len(faults)}", file=sys.stderr, flush=True)
+        rows.append((name, f"{tried:,}", reached, int(bool(done.returncode))))
+    words = ["make", "--silent", "sanitize", f"SECONDS={options.fuzz_seconds}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
+    if done.returncode:
+        faults.append(f"kernels: {last}")
+    rows.append(("compiled kernels", last.partition(" ")[0], "", int(bool(done.returncode))))
+    columns = ("reader", "files", "branches reached", "faults")
+    return "Damaged files", columns, rows, faults
+
+
+def _write_more(inputs: Path, commands: dict[str, Command]) -> None:
+    """Write a sweep and a journal, whose files are damaged later."""
+    sweep = commands["sweep"]
+    sweep.prepare()
+    runs.run(sweep)
+    shutil.copytree(sweep.root, inputs / "swept")
+    command = commands["first save"]
+    command.prepare()
+    journal = command.root / f".{command.result}.partial"
+    output = command.root.with_name("output.txt")
+    child = runs.start(command, output)
+    while not (journal / "block-00001.safetensors").exists():
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    runs.finish(child, output)
+    shutil.copytree(command.root, inputs / "journal")
+
+
+def _last(steps: Iterator[Any]) -> Any:
+    """Return the last of some steps, with a line of progress for each."""
+    last = None
+    for number, last in enumerate(steps, 1):
+        print(f"\r  {last.name} {number}, faults: {len(last.faults)}  ", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return last
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[None]:
+    print(f"{name} …", file=sys.stderr)
+    yield
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def _page(tables: Sequence[Rows], options: argparse.Namespace, seconds: float) -> str:
+    words = " ".join(["python lab/reliability.py", *sys.argv[1:]])
+    lines = [
+        "# Reliability by trial",
+        "",
+        *(line.strip() for line in (__doc__ or "").strip().splitlines()[4:]),
+        "",
+        f"```\n{words}\n```",
+        "",
+        f"{machine(torch.device('cpu'))}; a random LLaMA of three blocks of 64 columns; "
+        f"{seconds / 60:.0f} minutes, of which {options.fuzz_seconds} s for each reader.",
+    ]
+    for title, columns, rows, faults in tables:
+        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |"]
+        lines += [f"|{' --- |' * len(columns)}"]
+        lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+        lines += ["", *(f"* {' '.join(fault.split())}" for fault in faults)] if faults else []
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The trials of reliability find a fault that is planted, and none where there is none."""
+
+import os
+import random
+import shutil
+from collections import deque
+from contextlib import nullcontext
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("jsonargparse")
+if shutil.which("strace") is None:
+    pytest.skip("system calls are recorded by strace", allow_module_level=True)
+
+from trouble import disk, kills, power, runs
+
+from export.conversion import gguf_file
+from mrp_lightning import files, outputs
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A GGUF file takes the place of an older one."""
+    inputs = tmp_path_factory.mktemp("inputs")
+    runs.import_all()
+    runs.write_inputs(inputs)
+    return runs.commands(inputs)["gguf --overwrite"]
+
+
+def last(steps):
+    (step,) = deque(steps, maxlen=1)
+    return step
+
+
+def test_a_file_that_is_not_flushed_is_lost_in_a_power_cut(command, monkeypatch):
+    cuts = last(power.cut(command, 300, random.Random(0), rerun=False))
+    assert cuts.states.keys() == {"old", "new"}
+    assert not cuts.faults
+    for module in (files, gguf_file):
+        monkeypatch.setattr(module, "flush", lambda path: None)
+    cuts = last(power.cut(command, 300, random.Random(0), rerun=False))
+    assert any("neither the old nor the new result" in fault for fault in cuts.faults)
+
+
+def test_an_error_without_a_file_is_a_fault(command, monkeypatch):
+    failures = last(disk.fail(command, 4, random.Random(1)))
+    assert failures.refused
+    assert not failures.faults
+    for module in (files, outputs):
+        monkeypatch.setattr(module, "naming", lambda path: nullcontext())
+    failures = last(disk.fail(command, 4, random.Random(1)))
+    assert any("names no file" in fault for fault in failures.faults)
+
+
+def test_a_result_that_is_written_in_its_place_is_half_there_after_a_kill(command, monkeypatch):
+    assert not last(kills.kill(command, 2, random.Random(0))).faults
+
+    def write(staging, path):
+        path.write_bytes(staging.read_bytes()[:1000])
+        os.kill(os.getpid(), 9)
+
+    start = runs.start
+
+    def killed(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(outputs, "move_durably", write)
+            return start(*arguments)
+
+    monkeypatch.setattr(kills, "start", killed)
+    assert any("half a result" in f for f in last(kills.kill(command, 4, random.Random(3))).faults)
