@@ -91,7 +91,10 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--recipe=best", "--method=SM"], "either `--recipe` or `--method`"),
         (["--pattern=2:4", "--recipe=bets"], "best"),
         (["--pattern=2:4", "--text=absent.txt"], "`--text`: no such file: absent.txt."),
-        (["--bits=4", "--structure=experts", "--sparsity=0.5"], "goes with no `--bits` or `--grid`"),
+        (
+            ["--bits=4", "--structure=experts", "--sparsity=0.5"],
+            "goes with no `--bits` or `--grid`",
+        ),
         (["--bits=5"], "`--bits`"),
         (["--grid=q9"], "q9"),
         (["--pattern=2:4", "--gguf=out"], "`--gguf`: expected a file that ends in .gguf"),
