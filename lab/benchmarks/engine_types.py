@@ -34,6 +34,7 @@ from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.models.saving import save_pretrained
+from mrp_lightning.records.report import PruningReport
 from mrp_sparse.environment import machine
 
 LENGTH = 512
@@ -43,10 +44,30 @@ OURS: dict[str, dict[str, Any]] = {
     "IQ4_NL": {"grid": "iq4_nl"},
     "IQ4_NL, dense target": {"grid": "iq4_nl", "target": "dense"},
     "Q5_0": {"grid": "q5_0"},
+    "Q4_0, dense target, tuned": {"grid": "q4_0", "target": "dense", "tuning": True},
     "IQ4_NL, dense target, tuned": {"grid": "iq4_nl", "target": "dense", "tuning": True},
 }
-THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q3_K_M imatrix", "Q4_K_M imatrix")
-THEIRS += ("Q5_0 imatrix",)
+_NARROW = {"structure": "neurons", "method": "SM", "target": "dense"}
+OURS |= {
+    f"{grid.upper()}, {percent} % fewer neurons, dense target": {
+        **_NARROW,
+        "grid": grid,
+        "sparsity": percent / 100,
+    }
+    for percent in (10, 25)
+    for grid in ("q4_0", "iq4_nl")
+}
+_DENSE = {"target": "dense"}
+FIRST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Q3_K and IQ4_NL, dense target": (
+        {"grid": "q3_k", "skip_indivisible": True, **_DENSE},
+        {"grid": "iq4_nl", **_DENSE},
+    )
+}
+"""Two runs, the second one on the layers that the first one leaves, as their columns are no
+multiples of 256; llama.cpp's types fall back in the same way."""
+THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q2_K imatrix", "Q3_K_S imatrix")
+THEIRS += ("Q3_K_M imatrix", "Q4_K_M imatrix", "Q5_0 imatrix")
 
 
 def rescale(model: nn.Module) -> None:
@@ -98,12 +119,24 @@ def quantise(
 ) -> float:
     """Prune a model with a grid, save it, and return the CPU seconds."""
     begin = time.process_time()
-    callback = PruningCallback(method=method, save_dir=run, **settings)
+    callback = PruningCallback(**{"method": method, **settings}, save_dir=run)
     loader = torch.utils.data.DataLoader(calibration, batch_size=4)  # type: ignore[arg-type]
     with quiet_lightning():
         trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
         trainer.predict(CausalLM(str(dense)), loader, callbacks=[callback])
     return time.process_time() - begin
+
+
+def make(dense: Path, run: Path, settings: Any, calibration: Tensor, method: str) -> float:
+    """Prune a model by one or two runs, and return the CPU seconds."""
+    if isinstance(settings, dict):
+        return quantise(dense, run, settings, calibration, method)
+    first, second = settings
+    between = run.with_name(f"{run.name}-first")
+    seconds = quantise(dense, between, first, calibration, method)
+    rows = PruningReport.load(between / "pruning_report.json").layers
+    rest = {"targets": [row.name for row in rows if row.skipped]}
+    return seconds + quantise(between, run, {**second, **rest}, calibration, method)
 
 
 def llama(options: argparse.Namespace, program: str, *arguments: Any) -> None:
@@ -118,12 +151,12 @@ def files(options: argparse.Namespace, dense: Path) -> Iterator[tuple[str, str, 
     """Yield who made a file, of which type, the file, and the CPU seconds that it took."""
     tokenizer = AutoTokenizer.from_pretrained(dense)
     calibration = windows(options.calibration, tokenizer, options.windows)
-    for name, settings in OURS.items():
-        run = options.place / name.replace(", ", "-").replace(" ", "-").replace("%", "")
+    for name, settings in (OURS | FIRST).items():
+        run = options.place / name.replace(", ", "-").replace(" % ", "-").replace(" ", "-")
         file, spent = run.with_suffix(".gguf"), run.with_suffix(".json")
         if not file.exists():
             if not run.exists():
-                seconds = quantise(dense, run, settings, calibration, options.method)
+                seconds = make(dense, run, settings, calibration, options.method)
                 spent.write_text(json.dumps(seconds))
             to_gguf.main([str(run), "--out", str(file), "--embedding-type", "q8_0"])
         yield "ours", name, file, json.loads(spent.read_text())
