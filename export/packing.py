@@ -112,12 +112,14 @@ def convert(options: PackingOptions) -> ExportReport:
             refuse=_why_not_torchao if options.format == "torchao" else partial(_why_head, head),
             track=track,
         )
+        # The head is written in 8 bits, and so is no packed layer; see `choose_head`.
         layers = [replace(layer, reason=_why_head(head, layer) or layer.reason) for layer in layers]
         form = options.format or layers[0].form.option
         out = options.output(form)
         report = ExportReport(str(options.checkpoint), form, layers, source.num_bytes, head)
         export = _Export(source, report, options, device, track)
         if not options.check_only:
+            # The comparison precedes the move into place: a wrong export is never at `out`.
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
                 export.write(staging)
                 export.compare(staging)

@@ -108,9 +108,12 @@ def choose_compressed(
         if kind != "weight" or name not in expected or is_converted or tensor.ndim != 2:
             continue
         shape = (tensor.shape[0], tensor.shape[1])
+        # All layers of a file have the same bits: a layer off the 4-bit grid makes it 8 for all.
+        # Codes of earlier layers are codes of 8 bits, too.
         while (off := _off(tensor, bits, group_size)) and bits < _BITS[-1]:
             bits = _BITS[-1]
         if off:
+            # Products that were rounded to bfloat16 are off the grid in a wider dtype.
             wider = tensor.itemsize > 2 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
             rounded = (
                 f"; it was pruned as bfloat16 and is stored as {tensor.dtype}: leave out `dtype`"

@@ -85,6 +85,7 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for name, parameter in model.state_dict().items():
+        # Without a head in the file, llama.cpp uses the embeddings.
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))

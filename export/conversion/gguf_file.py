@@ -74,6 +74,7 @@ def write_gguf(
     layout = layout_of_family(checkpoint) if like is None else layout_like(checkpoint, like)
     writer = GGUFWriter(out, layout.architecture)
     layout.write_fields(writer)
+    # Embeddings and head lose most by few bits, so by default they have at least 8.
     if vocabulary is None:
         grid = None if kind == AUTO else TYPES[kind].grid
         vocabulary = "q8_0" if grid is not None and grid.bits < 8 else kind
@@ -85,6 +86,7 @@ def write_gguf(
         encoded[name] = stored
     for name, (content, stored_as) in layout.tables.items():
         writer.add_tensor(name, content, raw_dtype=stored_as)
+    # The type of the file, which readers show, is the one that takes the most bytes.
     sizes: Counter[str] = Counter()
     for stored in encoded.values():
         sizes[stored.kind.name] += stored.content.nbytes

@@ -269,6 +269,7 @@ def check_parity(
     the source's head, rounded; the effect of the rounding is reported, and is no failure.
     """
     parity = Parity()
+    # From cheap to expensive: stored bits, products of single layers, logits of whole models.
     _compare_bits(source, directory, layers, head, parity, track)
     if parity.failures:
         return parity
@@ -295,6 +296,7 @@ def check_parity(
             compare_text, windows=windows, origin=origin, device=device, track=track
         )
         dense = source.load()
+        # The rounding of the head is intended: it must not hide other differences.
         if head is not None:
             round_head(dense)
         parity.text = compare(dense, model)

@@ -81,6 +81,7 @@ def load_tasks(
             f"`--tasks`: lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; "
             "a directory with tasks of your own is given as `--include-path`."
         )
+    # One by one, so that all tasks whose data are missing are reported at once.
     loaded: list[Any] = []
     tasks: dict[str, Any] = {}
     missing = []
@@ -95,6 +96,7 @@ def load_tasks(
             continue
         tasks |= content["tasks"]
         for task in content["tasks"].values():
+            # A task that fixes 0 examples keeps them out of its prompt.
             if task.get_config("num_fewshot") != 0:
                 task.set_config(key="num_fewshot", value=num_fewshot)
         group = content.get("groups", {}).get(name)

@@ -173,6 +173,7 @@ def draw_lines(
         ends = {}
         for label, style in zip(values, line_styles([methods[x] for x in values]), strict=True):
             style |= {} if len(values) <= 16 else {"marker": ""}
+            # Without missing values, which would interrupt the line.
             line = pd.Series(values[label].to_numpy(), positions).dropna()
             axes.plot(line.index, line, **style)
             for low, high in [band] if band else []:
@@ -189,6 +190,7 @@ def draw_lines(
         axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
         shown = pd.concat([values, *(band or ())]).stack().dropna()
         set_value_axis(axes, "y", list(shown), zero=scale.zero)
+        # Last, since labels are placed by the limits of the axes.
         if len(ends) > 1:
             label_ends(axes, ends)
         return figure

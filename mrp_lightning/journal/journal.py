@@ -212,6 +212,7 @@ class Journal(AbstractContextManager["Journal"]):
             SaveError: The journal cannot be written, or other files have the names of its files.
         """
         path = journal_path(save_dir)
+        # Only process 0 reads the disk; the others receive the manifest, at the end below.
         if processes.rank:
             return cls(path, processes.all(None)[0], None, processes)
         if path.is_symlink():
@@ -220,6 +221,7 @@ class Journal(AbstractContextManager["Journal"]):
             make_directories(path)
         except OSError as error:
             raise SaveError(f"The journal {path} cannot be written: {error}.") from error
+        # From here on the lock is held: any error has to release it.
         lock = hold(path)
         try:
             refuse_others(path)

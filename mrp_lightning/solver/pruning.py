@@ -161,6 +161,7 @@ def prune_weight(
                 f"`{name}` must be a dense tensor with values; got a {kind} tensor. Load it to a "
                 "device, or make it dense with `to_dense()`."
             )
+    # The result must be an ordinary tensor, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         inputs = InputHessian(hessian.detach().to(weight.device))
         return prune(weight, inputs, recipe)

@@ -113,6 +113,7 @@ def gemm(
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
             WIDE=interpreting(),
+            # A matrix instruction has 16 rows: a warp for each 16, or one for each part.
             num_warps=split if split > 1 else rows // 16,
             num_stages=stages,
         )
