@@ -1,7 +1,7 @@
-"""Files that are written in one step, and the manifests that list which of them are ours.
+"""Write files atomically, and keep manifests of the files that this package wrote.
 
-Each directory that this package writes into has a manifest with the checksums of the written files:
-a file that is not listed, or has another checksum by now, belongs to the user.
+Each directory that this package writes into has a manifest with the checksums of the written files.
+A file that is not listed, or has another checksum, belongs to the user.
 """
 
 import errno
@@ -19,29 +19,28 @@ from secrets import token_hex
 from mrp_lightning.errors import OptionError
 
 MANIFEST = ".mrp_files.json"
-"""Name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it.
-
-While a file is replaced, its entry holds two checksums with a space between them.
+"""The name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, with names relative to
+its directory. While a file is replaced, its entry holds two checksums, separated by a space.
 """
 
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
-"""Names of files that `save_text` has not finished."""
+"""Matches the names of files that `save_text` has not finished."""
 
 _NAME_MAX, _ADDED = 255, 25
-"""The most bytes of a name in a file system, and how many are added to that of a directory."""
+"""The most bytes of a file name, and those that are added to the name of a directory."""
 
 BESIDE = "module.safetensors"
-"""Name of the file with the weights of a LightningModule outside its one Hugging Face model."""
+"""The name of the file with a LightningModule's weights outside of its Hugging Face model."""
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of one that a user named, with the home directory for a `~`.
+    """Return a user's path as an absolute one, with the home directory in place of `~`.
 
-    Call it once, at the start: the result stays the same when the working directory changes.
+    Call it once, at the start, so that a later change of the working directory has no effect.
 
     Raises:
         FileNotFoundError: The path is relative to a working directory that was deleted.
-        OptionError: No file system can have the path.
+        OptionError: The path is invalid in every file system.
     """
     shown = reprlib.repr(os.fspath(path))
     if "\0" in os.fspath(path):
@@ -59,11 +58,11 @@ def output_path(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def hidden_beside(path: Path, suffix: str) -> Path:
-    """Return the hidden path next to a directory while it is written: `.NAME` and a suffix.
+def hidden_sibling(path: Path, suffix: str) -> Path:
+    """Return the hidden path `.NAME` + suffix next to a directory, for its unfinished content.
 
     Raises:
-        OptionError: The directory has no name, as the root, or too long a one.
+        OptionError: The directory has no name, being the root, or one that is too long.
     """
     size, most = len(os.fsencode(path.name)), _NAME_MAX - _ADDED
     if not 0 < size <= most:
@@ -84,11 +83,11 @@ def visible_files(directory: Path) -> Iterator[Path]:
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file as UTF-8 in one step: readers see the old or the new content.
+    """Write a file as UTF-8 atomically: readers see either the old or the new content.
 
-    The directories above it are made. When writing fails, the old content stays and nothing else
-    is left behind; when it has ended, the content is on the disk. The file gets the permissions
-    that the umask gives to new ones.
+    Parent directories are created. If writing fails, the old content stays and nothing else is
+    left; afterwards the content is on the disk, also after a power failure. The file gets the
+    default permissions of the umask.
 
     Raises:
         OSError: The file cannot be written.
@@ -107,20 +106,20 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
 def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) -> None:
     """Write a file as `save_text` does, and enter it in the manifest of its directory.
 
-    If the text only `adds` to the existing one, a file that the user wrote or changed is not
-    entered: it remains the user's.
+    If the text only `adds` to the existing text, a file that the user wrote or changed is not
+    entered, and remains the user's.
 
     Raises:
-        OSError: One of the two cannot be written.
+        OSError: The file or the manifest cannot be written.
     """
     path = Path(path)
-    is_users = adds and os.path.lexists(path) and why_not_ours(path)
+    is_users = adds and os.path.lexists(path) and _why_not_ours(path)
     if is_users:
         save_text(path, text)
         return
     listed = _read(path.parent / MANIFEST)
     earlier, new = listed.get(path.name, ""), hashlib.sha256(text.encode()).hexdigest()
-    # Both are entered first: whenever the process is killed, the file is one of the two.
+    # Both checksums are entered first: whenever the process is killed, the file has one of them.
     make_directories(path.parent)
     _write(path.parent, {**listed, path.name: f"{earlier} {new}".strip()})
     save_text(path, text)
@@ -130,36 +129,36 @@ def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) ->
 def check_output_file(
     path: str | os.PathLike[str], argument: str, remedy: str = "move it away"
 ) -> None:
-    """Refuse to replace a file that we did not write, or that was changed since.
+    """Raise if a file would be replaced that this package did not write, or that was changed.
 
     Raises:
-        FileExistsError: It is such a file, or no file at all.
+        FileExistsError: The path is such a file, or a directory.
     """
     path = Path(path)
     if path.is_dir():
         raise FileExistsError(f"`{argument}`: expected a file, but {path} is a directory.")
-    if os.path.lexists(path) and (reason := why_not_ours(path)):
+    if os.path.lexists(path) and (reason := _why_not_ours(path)):
         raise FileExistsError(
             f"`{argument}`: {path} exists and {reason}. Name another file, or {remedy}."
         )
 
 
 def start_manifest(directory: Path) -> None:
-    """Mark an empty directory as one of ours."""
+    """Mark an empty directory as written by this package."""
     _write(directory, {})
 
 
 def write_manifest(directory: Path) -> None:
-    """Enter all files of a directory, and of those below it, as ours."""
+    """Enter all files in and below a directory as written by this package."""
     files = [file for file in directory.rglob("*") if file.is_file() and file.name != MANIFEST]
     _write(directory, {file.relative_to(directory).as_posix(): sha256_of(file) for file in files})
 
 
-def why_not_ours(path: Path, digest: str | None = None) -> str:
+def _why_not_ours(path: Path, digest: str | None = None) -> str:
     """Return why a file may not be replaced, such as "was changed since"; empty if it may.
 
-    Without a `digest`, the manifest in its directory decides. Of several, separated by spaces, the
-    file may have any.
+    `digest` holds the allowed checksums, separated by spaces; by default those in the manifest of
+    the file's directory.
     """
     digest = digest or _read(path.parent / MANIFEST).get(path.name)
     if digest is None:
@@ -186,13 +185,13 @@ def not_ours(directory: Path) -> list[str]:
             is_tree = path.is_dir() and not path.is_symlink()
             if not (is_tree and any(path.iterdir())):
                 others.append(name)
-        elif why_not_ours(path, listed[path]):
+        elif _why_not_ours(path, listed[path]):
             others.append(f"{name} (changed)")
     return others
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and those above it durably: they survive a crash of the machine."""
+    """Create a directory and its parents durably: they survive a crash of the machine."""
     missing = [above for above in (path, *path.parents) if not above.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -203,7 +202,7 @@ def move_durably(partial: Path, path: Path) -> None:
     """Rename a complete file to `path` durably: it survives a crash of the machine.
 
     Raises:
-        OSError: It cannot be written through to the disk, or renamed.
+        OSError: The file cannot be flushed to the disk, or renamed.
     """
     flush(partial)
     partial.replace(path)
@@ -211,7 +210,7 @@ def move_durably(partial: Path, path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the names in a directory, through to the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -222,17 +221,17 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name a file in each `OSError` of the block that names none, as those of `write` and `fsync`.
+    """Add the name of a file to errors in this context that name none, such as those of `fsync`.
 
     Raises:
-        OSError: The same, with `filename`.
+        OSError: The same error, with `filename`.
     """
     try:
         yield
     except OSError as error:
         if type(error) is not OSError or error.filename is not None:
             raise
-        reason = error.strerror or str(error)  # numpy gives no number of a write that was short
+        reason = error.strerror or str(error)  # numpy's error for a short write has no errno
         raise OSError(error.errno or errno.EIO, reason, str(path)) from error
 
 

@@ -1,4 +1,4 @@
-"""Directories that are written next to their path, and moved there when they are complete."""
+"""Write directories under a temporary name, and move them into place when they are complete."""
 
 import glob
 import logging
@@ -16,7 +16,7 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.files import (
     MANIFEST,
     flush,
-    hidden_beside,
+    hidden_sibling,
     make_directories,
     move_durably,
     naming,
@@ -31,7 +31,7 @@ _REPORTS = ("pruning_report.json", "export_report.json", "evaluation.json")
 
 
 def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]) -> None:
-    """Refuse a path that is no directory, or one that is needed."""
+    """Raise for a path that is no directory, or a directory that is needed."""
     _require_directory(path, argument)
     path = path.resolve()
     if path.is_mount():
@@ -39,7 +39,7 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
             f"`{argument}`: {path} is a mount point, which cannot be replaced as a whole. Name a "
             "directory in it."
         )
-    hidden_beside(path, "")  # whose name has to be one
+    hidden_sibling(path, "")  # raises for a path without a valid name
     needed = {output_path("."): "the working directory", Path.home(): "the home directory"}
     needed |= {output_path(source): "what is read" for source in sources}
     for directory, role in needed.items():
@@ -52,7 +52,7 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
 
 
 def _require_directory(path: Path, argument: str) -> None:
-    """Refuse an output directory if the path, or one above it, is no directory."""
+    """Raise if an output path, or one of its parents, exists and is no directory."""
     for needed in (_existing(path.parent), path):
         if os.path.lexists(needed) and not needed.is_dir():
             kind = "a link that leads nowhere" if not needed.exists() else "a file"
@@ -63,11 +63,11 @@ def _require_directory(path: Path, argument: str) -> None:
 
 
 def require_writable(path: str | os.PathLike[str], argument: str) -> None:
-    """Refuse a directory to which no results can be added, or that cannot be made.
+    """Raise unless results can be added to a directory, or the directory be created.
 
     Raises:
-        FileExistsError: Something else stands there, or it is the root of all files.
-        PermissionError: It cannot be made, or not be written.
+        FileExistsError: The path is no directory, or the root of all files.
+        PermissionError: The directory cannot be created or written.
     """
     path = output_path(path)
     _require_directory(path, argument)
@@ -78,11 +78,11 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
 
 
 def _probe(above: Path, path: Path, argument: str) -> None:
-    """Try to make a directory, which is surer than reading permissions."""
+    """Create and remove a directory, a safer test than reading permissions."""
     _remove_probes(path, {above, path.parent})
     try:
         probe = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PROBE, dir=above))
-        with suppress(FileNotFoundError):  # another process took it for an abandoned one
+        with suppress(FileNotFoundError):  # another process removed it as abandoned
             probe.rmdir()
     except OSError as error:
         raise PermissionError(
@@ -100,12 +100,12 @@ def _remove_probes(path: Path, directories: Iterable[Path]) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or the nearest one above it, that exists."""
+    """Return the path, or its nearest parent, that exists."""
     return next(above for above in (path, *path.parents) if os.path.lexists(above))
 
 
 def _check_content(path: Path, argument: str, *, overwrite: bool) -> None:
-    """Refuse to replace a directory with content, unless it is ours and may be replaced."""
+    """Raise if a directory with content would be replaced, unless it is ours and may be."""
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not overwrite:
@@ -127,7 +127,7 @@ def _check_content(path: Path, argument: str, *, overwrite: bool) -> None:
 
 
 def _check_room(path: Path, argument: str, num_bytes: int) -> None:
-    """Refuse a path whose directory is not writable, or whose disk is too full."""
+    """Raise if the parent of a path is not writable, or its disk too full."""
     above = _existing(path.parent)
     _probe(above, path, argument)
     if path.is_dir():
@@ -159,24 +159,24 @@ def check_output_dir(
     sources: Iterable[str | os.PathLike[str]] = (),
     num_bytes: int = 0,
 ) -> None:
-    """Refuse an output directory that cannot be written, or that would cost data, before any work.
+    """Check, before any work, that an output directory can be written without loss of data.
 
     Args:
-        path: The directory that will be written; it and those above it need not exist. A symbolic
-            link stands for what it points to, and `~` for the home directory.
-        overwrite: Whether a directory that is there may be replaced, if it holds nothing but what
-            this package wrote, by the checksums in its manifest. That reads 1 GB/s or so.
-        argument: The name that the user knows this path by.
-        sources: Directories that are read, and must stay.
-        num_bytes: How much will be written.
+        path: The directory to write; neither it nor its parents need exist. A symbolic link is
+            resolved, and `~` is the home directory.
+        overwrite: Whether an existing directory may be replaced, if this package wrote all of its
+        content, by the checksums in its manifest. The check reads about 1 GB/s.
+        argument: The name of the argument with the path, for messages.
+        sources: Directories that are read, and must not be replaced.
+        num_bytes: Number of bytes that will be written.
 
     Raises:
-        FileExistsError: A file stands there or where a directory above it is needed; the directory
-            is not empty, and `overwrite` is false or it holds files of others, or changed ones,
-            which are named; it is a mount point; it is, or holds, the working directory, the home
-            or a source; or another process is writing it.
-        PermissionError: The directory cannot be made, or not be replaced.
-        OptionError: The disk has not enough room.
+        FileExistsError: The path or a parent of it is a file; the directory is not empty, and
+            `overwrite` is false or it holds files that others wrote or changed, which the message
+            names; it is a mount point; it is, or contains, the working directory, the home
+            directory or a source; or another process is writing it.
+        PermissionError: The directory cannot be created or replaced.
+        OptionError: The disk has too little free space.
     """
     path = output_path(path)
     _check_place(path, argument, sources)
@@ -204,16 +204,17 @@ def save_directory(
 ) -> Iterator[Path]:
     """Yield an empty directory that becomes `path` when the context ends without an error.
 
-    After an error that directory is removed and `path` is unchanged. While another process writes
-    `path`, this function waits. The files get the permissions that the umask gives to new ones; a
-    directory that is replaced keeps its own. All is on the disk before what it replaces is deleted,
-    and before this returns. The arguments are those of `check_output_dir`.
+    After an error, the yielded directory is removed and `path` is unchanged. While another process
+    writes `path`, this function waits. Files get the default permissions of the umask; a replaced
+    directory keeps its own. All content is on the disk before the replaced directory is deleted,
+    and before the context ends. The arguments are those of `check_output_dir`.
 
     Raises:
-        FileExistsError: `check_output_dir` refuses `path`, before the block or after it.
-        PermissionError: The same.
-        OSError: A directory that was replaced could not be put back after a failure; the message
-            says where it is.
+        FileExistsError: `check_output_dir` raises for `path`, at the start or the end of the
+            context.
+        PermissionError: Likewise.
+        OSError: A replaced directory could not be restored after a failure; the message says where
+            it is.
     """
     path, sources = output_path(path), [output_path(source) for source in sources]
     _check_place(path, argument, sources)
@@ -227,7 +228,7 @@ def save_directory(
         try:
             start_manifest(staging)
             yield staging
-            flush(staging)  # or fail, if it was deleted
+            flush(staging)  # raises if the directory was deleted
             _check_place(link, argument, sources)
             _check_content(path, argument, overwrite=overwrite)
             write_manifest(staging)
@@ -243,16 +244,16 @@ def save_directory(
 def save_file(path: Path, *, argument: str) -> Iterator[Path]:
     """Yield the path of a file to write, which becomes `path` when the context ends without error.
 
-    After an error it is removed and `path` is unchanged, and so are leftovers of killed processes
-    at the next start. While another process writes `path`, this function waits.
+    After an error, the file is removed and `path` is unchanged. Leftovers of killed processes are
+    removed at the next start. While another process writes `path`, this function waits.
 
     Args:
-        path: The file, resolved; what is there is replaced.
-        argument: The name that the user knows the path by.
+        path: The file, resolved; an existing one is replaced.
+        argument: The name of the argument with the path, for messages.
 
     Raises:
-        PermissionError: Its directory cannot be made or written.
-        OSError: The file cannot be written through to the disk.
+        PermissionError: The directory of the file cannot be created or written.
+        OSError: The file cannot be flushed to the disk.
     """
     make_directories(path.parent)
     with _held(path, argument):
@@ -268,16 +269,16 @@ def save_file(path: Path, *, argument: str) -> Iterator[Path]:
 
 
 def _lock_file(path: Path) -> Path:
-    return hidden_beside(path, ".lock")
+    return hidden_sibling(path, ".lock")
 
 
 @contextmanager
 def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
-    """Lock a directory against other processes; wait for one that is writing it.
+    """Lock a directory against other processes; wait for a process that is writing it.
 
     Raises:
-        Timeout: Another one still does after `timeout` seconds, if that is not negative.
-        PermissionError: Something else stands where the lock is to be.
+        Timeout: Another process still holds the lock after `timeout` seconds; negative never.
+        PermissionError: The path of the lock cannot be used.
     """
     file = _lock_file(path)
     lock = FileLock(file)
@@ -298,8 +299,8 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
     try:
         yield
     finally:
-        if file.is_file() and not file.stat().st_size:  # or else it is another program's
-            file.unlink()  # while it is held: whoever waits for it makes a new one
+        if file.is_file() and not file.stat().st_size:  # else the file is another program's
+            file.unlink()  # before the release: a waiting process creates a new file
         lock.release()
 
 
@@ -307,15 +308,17 @@ def _remove_abandoned(path: Path) -> None:
     """Remove the incomplete directories of killed processes; the lock must be held."""
     _remove_probes(path, [path.parent])
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
-        is_marked = (staging / MANIFEST).is_file() or not not_ours(staging)  # or was about to be
+        is_marked = (staging / MANIFEST).is_file() or not not_ours(
+            staging
+        )  # or killed before it was marked
         if not staging.is_symlink() and is_marked:
             shutil.rmtree(staging, ignore_errors=True)
 
 
 def _give_permissions(staging: Path, path: Path) -> None:
-    """Give files and directories the usual permissions; temporary ones are private.
+    """Give files and directories the default permissions, since temporary ones are private.
 
-    A directory that is replaced gives its own mode, and its group if it passes that on.
+    A replaced directory keeps its mode, and its group if it has the setgid bit.
     """
     umask = os.umask(0)
     os.umask(umask)
@@ -325,7 +328,7 @@ def _give_permissions(staging: Path, path: Path) -> None:
         group = path.stat().st_gid if mode & stat.S_ISGID else None
     for file in (*staging.rglob("*"), staging):
         if group is not None:
-            with suppress(PermissionError):  # who is not in the group may not give it
+            with suppress(PermissionError):  # only members of the group may set it
                 os.chown(file, -1, group)
         usual = (0o777 if file.is_dir() else 0o666) & ~umask
         file.chmod(mode if file == staging else usual)
@@ -339,7 +342,7 @@ def _move_into_place(staging: Path, path: Path) -> None:
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
     old = aside / path.name
-    flush(path.parent)  # or else what is moved there could be lost with the name of `aside`
+    flush(path.parent)  # else a power failure could lose `aside`, and what is moved there
     try:
         path.rename(old)
         flush(aside)
@@ -349,7 +352,7 @@ def _move_into_place(staging: Path, path: Path) -> None:
         if os.path.lexists(old) and (staging.exists() or not os.path.lexists(path)):
             _put_back(old, path, error)
         with suppress(OSError):
-            aside.rmdir()  # unless what was there before is in it
+            aside.rmdir()  # fails if it still holds the old directory
         raise
     shutil.rmtree(aside, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from mrp_lightning.errors import FormatError, JournalError, SaveError
 from mrp_lightning.files import (
     flush,
-    hidden_beside,
+    hidden_sibling,
     make_directories,
     move_durably,
     not_ours,
@@ -51,7 +51,7 @@ _BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
     """Return the path of the journal of a run that writes a directory."""
-    return hidden_beside(output_path(save_dir).resolve(), ".partial")
+    return hidden_sibling(output_path(save_dir).resolve(), ".partial")
 
 
 def require_free(save_dir: str | PathLike[str]) -> None:
@@ -115,7 +115,7 @@ def empty(path: Path) -> None:
         file.unlink()
 
 
-def refuse_others(path: Path) -> None:
+def _refuse_others(path: Path) -> None:
     """Raise a `SaveError` if files that no journal wrote have the names of a journal's blocks."""
     ours = _blocks(path)
     names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in ours]
@@ -224,7 +224,7 @@ class Journal(AbstractContextManager["Journal"]):
         # From here on the lock is held: any error has to release it.
         lock = hold(path)
         try:
-            refuse_others(path)
+            _refuse_others(path)
             journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
             if resume and (path / NAME).exists():
                 journal._go_on(defaults or {})
