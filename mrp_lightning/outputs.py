@@ -165,7 +165,7 @@ def check_output_dir(
         path: The directory to write; neither it nor its parents need exist. A symbolic link is
             resolved, and `~` is the home directory.
         overwrite: Whether an existing directory may be replaced, if this package wrote all of its
-        content, by the checksums in its manifest. The check reads about 1 GB/s.
+            content, by the checksums in its manifest. The check reads about 1 GB/s.
         argument: The name of the argument with the path, for messages.
         sources: Directories that are read, and must not be replaced.
         num_bytes: Number of bytes that will be written.

@@ -23,7 +23,7 @@ class PatternError(ArgumentError):
 
 
 class TargetError(ArgumentError):
-    """Layers or blocks that were asked for do not exist, or cannot be pruned as they are."""
+    """Requested layers or blocks do not exist, or cannot be pruned as they are."""
 
 
 class FormatError(ArgumentError):

@@ -19,8 +19,8 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
 
     Raises:
         FileNotFoundError: There is no such file.
-        FormatError: It is no JSON object, or of another version; or no file, but a directory or a
-            pipe, which would be waited for.
+        FormatError: The file is no JSON object, or of another version; or no file, but a directory
+            or a pipe, which would be waited for.
     """
     if os.path.lexists(path) and not Path(path).is_file():
         raise FormatError(f"{path} is no file. Move it away, or {remedy}.")

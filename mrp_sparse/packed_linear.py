@@ -184,7 +184,7 @@ class PackedLinear(FrozenLinear):
 
         Raises:
             PatternError: Its weight has no form of this kind.
-            TargetError: It is another module.
+            TargetError: The module is of another class.
         """
         if not is_packable(linear):
             raise TargetError(
@@ -203,7 +203,8 @@ class PackedLinear(FrozenLinear):
         """Return a layer without bias on the tensors that a weight of `columns` was packed into.
 
         Raises:
-            FormatError: They are not as many, of other shapes, or were never packed together.
+            FormatError: The tensors are too few or too many, have other shapes, or cannot be the
+                result of packing.
             PatternError: No weight of so many columns has this form.
         """
         names = ("weight", *cls.FORMAT.companions)

@@ -48,7 +48,7 @@ class Argument:
 
     @property
     def file(self) -> str:
-        """The file, empty on the command line."""
+        """The name of the file, empty for an argument on the command line."""
         return self.origin.rpartition(", line ")[0]
 
 

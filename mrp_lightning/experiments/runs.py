@@ -63,7 +63,7 @@ class FinishedTrial:
         """Read a `run.json`.
 
         Raises:
-            FormatError: It is damaged, or of a newer version of mrp-lightning.
+            FormatError: The file is damaged, or of a newer version of mrp-lightning.
         """
         content = read_as(_TrialContent, path, "make the run again", _FORMAT_VERSION)
         trial = Trial.from_dict(content.run, f"`run` of {path}")

@@ -328,7 +328,7 @@ def check_tables(directory: Path) -> None:
     """Raise if tables would be replaced that no sweep wrote, or that were changed.
 
     Raises:
-        FileExistsError: There is one.
+        FileExistsError: There is such a table.
     """
     for kind in ("csv", "json", "md"):
         check_output_file(directory / f"results.{kind}", "out")
@@ -374,7 +374,7 @@ def _score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
 
 
 def markdown(table: Table) -> str:
-    """Return a table in Markdown; the groups are its first column if any has a name."""
+    """Return a table in Markdown, with groups as the first column if any has a name."""
     grouped = any(group for group, _ in table.groups())
     header = [*([table.group] if grouped else []), table.head, *table.cells]
     lines = [header, ["---"] * len(header)]

@@ -197,8 +197,8 @@ def parse_setting(setting: str, method: str) -> Recipe:
     """Return the recipe of `50%`, `2:4`, `2:4+4bit` or `4bit` with a method.
 
     Raises:
-        OptionError: It is none of these, such as the number that YAML reads in an unquoted 2:4, or
-            its bits are out of range.
+        OptionError: The setting is none of these, such as the number that YAML reads in an unquoted
+            2:4, or its bits are out of range.
         PatternError: Its numbers are out of range.
         MethodError: The method does not exist, or not with the setting.
     """

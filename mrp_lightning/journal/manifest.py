@@ -149,7 +149,7 @@ class Manifest:
         """Read the `manifest.json` of a journal.
 
         Raises:
-            JournalError: It is damaged, or of another version of mrp-lightning.
+            JournalError: The file is damaged, or of another version of mrp-lightning.
         """
         file, remedy = directory / NAME, "set `resume: false` to start the run afresh"
         try:

@@ -136,12 +136,12 @@ class PrunedModule:
         """Write the model with its report, which is complete from then on.
 
         Args:
-            directory: The directory that is made; it appears when it is whole.
-            overwrite: Whether what this package wrote there before may be replaced.
+            directory: The directory to write; it appears when it is complete.
+            overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
             OptionError: The module was released and is gone, or its weights were changed.
-            SaveError: It could not be written, or may not be replaced.
+            SaveError: The directory could not be written, or may not be replaced.
         """
         module = self._module()
         if module is None:

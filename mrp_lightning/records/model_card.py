@@ -39,7 +39,7 @@ def model_card(
     It states no license, which is up to the base model's card.
 
     Args:
-        report: The report of a run that is complete.
+        report: The report of a complete run.
         base_model: The directory or hub id of the dense model, or its class; `None` if unknown.
         library: The library that loads the checkpoint, if one does.
         num_bytes: The bytes of the weights, if they are known.

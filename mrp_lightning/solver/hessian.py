@@ -117,7 +117,7 @@ class HessianAccumulator(TokenSum):
         """Add the sum of another accumulator, such as that of another process.
 
         Raises:
-            HessianError: It belongs to a layer with another number of input features.
+            HessianError: The other accumulator has another number of columns.
         """
         if other.columns != self.columns:
             raise HessianError(

@@ -413,7 +413,7 @@ def grid_named(name: str) -> Grid:
     """Return the grid of an engine.
 
     Raises:
-        OptionError: There is none of that name; the message lists all.
+        OptionError: There is no grid of that name; the message lists all.
     """
     if name not in GRIDS:
         raise OptionError(f"`grid` must be one of {', '.join(GRIDS)}; got {name!r}.")

@@ -96,7 +96,7 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
         meta: Their columns, uint8 (rows, columns / 8).
 
     Raises:
-        FormatError: They were never packed together.
+        FormatError: The tensors cannot be the result of packing.
     """
     shapes = f"values {tuple(values.shape)} and meta {tuple(meta.shape)}, {meta.dtype}"
     fits = values.ndim == meta.ndim == 2 and (meta.shape[0], 4 * meta.shape[1]) == values.shape
