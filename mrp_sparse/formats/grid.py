@@ -292,6 +292,13 @@ class Grid:
                 units = self.scales.shift(self.scales.round(units.abs()), shift).copysign(units)
                 possible = (product * units).to(dtype) == largest[places]
                 places, units = places[possible], units[possible]
+                for first in (slice(0, 1), slice(1, 2)):  # where most units that are tried fail
+                    fitting = self._fit_groups(
+                        rows[places, first], peaks[places, first], units[:, None], dtype
+                    )[2]
+                    places, units = places[fitting], units[fitting]
+                if not len(places):
+                    continue
                 chosen, factors, fitting = self._fit_groups(
                     rows[places], peaks[places], units[:, None], dtype
                 )
