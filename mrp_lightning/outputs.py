@@ -41,7 +41,7 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
         )
     hidden_sibling(path, "")  # raises for a path without a valid name
     needed = {output_path("."): "the working directory", Path.home(): "the home directory"}
-    needed |= {output_path(source): "what is read" for source in sources}
+    needed |= {output_path(source): "the source" for source in sources}
     for directory, role in needed.items():
         directory = directory.resolve()
         if path == directory or path in directory.parents:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LENGTHS = 256
 """A static cache is as long as a multiple of this, so that few lengths are compiled."""
 VERSION = 3
-"""Of what is traced here: steps that an older one compiled are not run."""
+"""The version of the traced code; steps that were compiled by another version are not run."""
 _OPTIONS = {"aot_inductor.package_constants_in_so": False}
 
 

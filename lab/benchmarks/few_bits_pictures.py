@@ -26,7 +26,8 @@ ASIDE = {
     "GPTQ": {"xytext": (-3, 2), "ha": "right"},
     "llama.cpp, importance matrix": {"xytext": (3, -7)},
 }
-"""Where the names of points stand, by how their line's name begins; others' stand above, right."""
+"""Positions of the labels of points, by the beginning of their line's name; by default above
+right."""
 MOST = 2.6
 """Perplexities above so many times the dense model's are left out: the others would be one line."""
 

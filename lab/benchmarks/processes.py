@@ -1,4 +1,4 @@
-"""What each part of a pruning costs in one process and in several, and what that comes to for many.
+"""The cost of each part of a pruning in one process and in several, extrapolated to many.
 
     python lab/benchmarks/processes.py --out lab/results/processes.md
 
@@ -183,7 +183,7 @@ def measured_rows(times: dict[int, dict[str, float]]) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one of eight GPUs sends for a model, in bytes."""
+    """Return the bytes that one of eight GPUs sends for a model."""
 
     hessians: float
     rows: float

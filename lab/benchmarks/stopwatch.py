@@ -1,4 +1,4 @@
-"""Where the time of a pruning goes: functions of the package, counted part by part."""
+"""The time of a pruning by its parts: functions of the package, timed one by one."""
 
 import functools
 from collections import Counter
@@ -29,7 +29,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "final solve": [(compensations, "_solve")],
     "losses": [(problem, "output_energy"), (prune_layers, "output_energy")],
 }
-"""What a run spends its time on: functions that are counted without the parts that they call."""
+"""The parts of a run: functions, each timed without the other parts that it calls."""
 
 
 class Stopwatch:

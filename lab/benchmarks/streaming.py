@@ -95,7 +95,7 @@ def own_memory() -> int:
 
 @contextmanager
 def watched() -> Iterator[dict[str, int]]:
-    """What the process took at most, looked at every 5 ms."""
+    """The peak memory of the process, sampled every 5 ms."""
     found, done = {"peak": own_memory()}, threading.Event()
 
     def watch() -> None:

@@ -12,7 +12,7 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Family:
-    """How to build a tiny model.
+    """A recipe for building a tiny model.
 
     Attributes:
         model_type: Of transformers.

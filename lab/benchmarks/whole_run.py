@@ -1,4 +1,4 @@
-r"""Where the time of a whole pruning run goes, part by part, beside the original codes.
+r"""The time of a whole pruning run, part by part, next to the original codes.
 
     python lab/benchmarks/whole_run.py --model runs/smollm2 --text valid.txt --perplexity test.txt \
         --sparsegpt SPARSEGPT
@@ -49,7 +49,7 @@ COLUMNS = ("layers", *PARTS, "rest")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all methods have in common.
+    """The options that all methods share.
 
     Attributes:
         options: The command line.
@@ -64,7 +64,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one method.
+    """The measurements of one method.
 
     Attributes:
         seconds: By part.

@@ -23,7 +23,7 @@ from mrp_lightning.experiments.pictures import (
 
 _IN_A_ROW = 3
 _FAR = 4
-"""What is so many times above the median stands at the edge, with its value."""
+"""Values larger than this multiple of the median are drawn at the edge, with their number."""
 
 
 def draw_excess(

@@ -35,7 +35,7 @@ LAYERS = [
     f"model.layers.1.{name}"
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 ]
-"""Those whose masks are compared, one for each input of a block; the first one is drawn."""
+"""The layers whose masks are compared, one for each input of a block; the first one is drawn."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "SM": {"method": "SM"},
@@ -78,7 +78,7 @@ def prune(windows: Tensor, recipe: Mapping[str, Any]) -> nn.Module:
 
 @torch.no_grad()
 def hidden_states(model: nn.Module, windows: Tensor) -> Sequence[Tensor]:
-    """What each block returns; the norm after the last one is left out."""
+    """Return the output of each block, before the final norm."""
     found: list[Tensor] = []
     hooks = [
         block.register_forward_hook(lambda *args: found.append(args[-1].float()))
@@ -94,7 +94,7 @@ def hidden_states(model: nn.Module, windows: Tensor) -> Sequence[Tensor]:
 def compare_masks(
     model: nn.Module, windows: Tensor
 ) -> tuple[list[tuple[Tensor, Tensor]], list[list[float]]]:
-    """What SM and JM remove of the layers, and the relative losses."""
+    """Return the masks of SM and JM in the layers, and the relative losses."""
     hessians = {name: HessianAccumulator(model.get_submodule(name).in_features) for name in LAYERS}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -145,7 +145,7 @@ def draw_masks(masks: list[tuple[Tensor, Tensor]], losses: list[list[float]]) ->
 
 
 def draw_errors(errors: Mapping[str, list[float]]) -> Figure:
-    """How far the hidden states are from those of the dense model, block by block."""
+    """Return the relative error of the hidden states after each block."""
     figure = Figure(figsize=(5.6, 3.2), layout="constrained")
     axes = figure.subplots()
     methods = [str(recipe["method"]) for recipe in RECIPES.values()]

@@ -27,7 +27,7 @@ PAGES["real-model"] = PAGES["frontier"]
 
 LABELS = {"Wanda": "wanda", "SparseGPT": "SS"}
 RECIPES = "JM"
-"""What the recipes of these pages are made from."""
+"""The methods of the recipes of these pages."""
 
 
 def main() -> None:

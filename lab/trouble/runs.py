@@ -99,7 +99,7 @@ def checksum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How a command ended: its exit status, or minus the signal that killed it; what it wrote."""
+    """The end of a command: its exit status, or minus the signal that killed it, and its output."""
 
     status: int
     output: str

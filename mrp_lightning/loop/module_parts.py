@@ -41,9 +41,10 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 
 
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
-    """Return the prefix of the saved module's names in the LightningModule, and the saved module.
+    """Return the module that is saved, and the prefix of its names in the LightningModule.
 
-    It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
+    The saved module is the only `PreTrainedModel`, or the module of a `ModuleRunner`, or else the
+    whole LightningModule.
     """
     models = language_models(module)
     if len(models) == 1:
@@ -75,7 +76,10 @@ def is_built_later(module: LightningModule) -> bool:
 def check_batch(module: LightningModule, batch: Any) -> None:
     """Raise for windows longer than the model's positions, and for tokens outside its vocabulary.
 
-    A `CausalLM` takes text alone, no images or other inputs.
+    For a `CausalLM`, also raise for inputs other than text.
+
+    Raises:
+        DataError: The batch does not fit the model.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
         parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
@@ -107,15 +111,15 @@ def check_batch(module: LightningModule, batch: Any) -> None:
 
 
 def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
-    """Return the blocks of a module that stay in files, `None` for a module in memory."""
+    """Return the blocks that stay in files, `None` for a module in memory."""
     return module.streamed if isinstance(module, CausalLM) else None
 
 
 def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
-    """Read the blocks of a streamed model from its dense files, also after an interrupted run.
+    """Let a streamed model read its blocks from its dense files, also after an interrupted run.
 
-    A module in memory stays as it is. `is_kept` says whether the run has a journal: a streamed
-    block that is pruned exists nowhere else.
+    A module in memory stays as it is. `is_kept` is true if the run has a journal, which is
+    required: pruned blocks of a streamed model exist nowhere else.
     """
     streamed = streamed_blocks(module)
     if streamed is None:
@@ -139,7 +143,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
 
 
 def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
-    """Raise if a plan has blocks that do not stay in files, or layers that are never read."""
+    """Raise if the plan of a streamed module has other blocks, or layers without weights."""
     streamed = streamed_blocks(module)
     if streamed is None:
         return
@@ -155,7 +159,7 @@ def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
 
 
 def eager() -> Any:
-    """Return a context without compiled code, in which hooks added later would not fire."""
+    """Return a context that disables compiled code, in which hooks added later do not fire."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -183,9 +187,9 @@ class Step:
 
 
 def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
-    """Copy a collection with its tensors and arrays, and objects that Lightning can move.
+    """Copy a collection, its tensors and arrays, and other objects that Lightning can move.
 
-    Strings and the like are kept.
+    Immutable objects, such as strings, are not copied.
     """
 
     def copied(x: Any) -> Any:
@@ -208,11 +212,11 @@ def require_batches(module: LightningModule) -> None:
 
 
 class StepCapture:
-    """Replace `predict_step` by one that stores its arguments and stops at the first block.
+    """Replaces `predict_step` by a function that stores its arguments and stops at the first block.
 
     Args:
         module: The LightningModule whose `predict_step` is replaced.
-        stop_at: The modules at whose first call the forward ends.
+        stop_at: The modules whose first call ends the forward.
         check: Called with each batch before the forward; it may raise.
 
     Attributes:
@@ -229,8 +233,8 @@ class StepCapture:
 
         @functools.wraps(original)  # Lightning reads the signature
         def predict_step(*args: Any, **kwargs: Any) -> Tensor:
-            # The loop may be in inference mode, whose tensors (the batch, and what the model keeps)
-            # could not be used in training later.
+            # The loop may be in inference mode, whose tensors (the batch, and tensors that the
+            # model stores) could not be used in training later.
             with torch.inference_mode(False), torch.no_grad(), eager():
                 step = Step(*copy_tensors((args, kwargs), torch.device("cpu")))
                 self._check(step.batch)
@@ -241,7 +245,7 @@ class StepCapture:
         module.predict_step = predict_step  # type: ignore[method-assign]
 
     def _run_to_first_block(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the model up to its first block, so that a batch that it cannot take fails early."""
+        """Run the model up to its first block, so that an unsuitable batch fails early."""
 
         def stop(_: nn.Module, __: Any) -> None:
             raise StopForward
@@ -270,15 +274,15 @@ def blocks_on_cpu(
     """Run `configure_model` on the CPU, and keep the blocks there.
 
     Lightning calls `configure_model` with the accelerator as the default device, and moves the
-    whole module to it before the first hook of a callback that could stop it.
+    whole module there before any hook of a callback could prevent it.
 
     Args:
         module: The LightningModule, before it is set up.
-        blocks: Finds its blocks, once they are made.
+        blocks: Returns the blocks, once they exist.
     """
     original = module.configure_model
 
-    @functools.wraps(original)  # Lightning looks whether it is overridden
+    @functools.wraps(original)  # Lightning checks whether it is overridden
     def configure_model() -> None:
         with CPU:
             original()

@@ -18,19 +18,19 @@ from mrp_lightning.pruning.job import Job, Listener, Progress
 from mrp_lightning.records.report import LayerReport
 
 _BAR_SECONDS = 0.1
-"""Between two updates of a bar: one that is drawn more often costs more than it shows."""
+"""Seconds between two updates of a bar, since drawing takes time."""
 _LINE_SECONDS = 30
-"""Between two log lines."""
+"""Seconds between two log lines."""
 _LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
 
 
 class ProgressReporter:
-    """Report a long task: in the trainer's bar, in the log where nobody sees a bar, to loggers.
+    """Reports the progress of a long task in the trainer's bar, else in the log, and to loggers.
 
-    The time of the task counts from the construction.
+    The time of the task starts with the construction.
 
     Args:
-        trainer: The trainer, whose bar may be switched off, or go to a file.
+        trainer: The trainer, whose bar may be disabled, or redirected to a file.
         first_seconds: The time until the first line of `log_seldom`.
     """
 
@@ -46,7 +46,7 @@ class ProgressReporter:
 
     @contextmanager
     def bar(self, total: int, name: str) -> Iterator[None]:
-        """Add a line below the trainer's bar, in Rich or in tqdm, if it has a bar; see `show`."""
+        """Add a bar below the trainer's, in Rich or tqdm, if the trainer has one; see `show`."""
         bar = self.trainer.progress_bar_callback
         if not _has_bar(self.trainer) or not self.trainer.is_global_zero:
             yield
@@ -62,7 +62,7 @@ class ProgressReporter:
             yield
         else:
             position = 2 * getattr(bar, "process_position", 0) + 1
-            # miniters=0: the text changes more often than the count.
+            # miniters=0, since the text changes more often than the count.
             options = {"dynamic_ncols": True, "file": sys.stdout, "miniters": 0}
             with Tqdm(total=total, desc=name, position=position, **options) as line:
 
@@ -82,16 +82,16 @@ class ProgressReporter:
         return due
 
     def show(self, done: int, text: str) -> None:
-        """Show in the bar how much of the total is done, and what is being done."""
+        """Show the finished part of the total, and the present task, in the bar."""
         if self._update is not None:
             self._update(done, text)
 
     def log(self, line: str) -> None:
-        """Log a line in process 0, unless its bar is drawn on a terminal."""
+        """Log a line in process 0, unless a bar is shown on a terminal."""
         self._log(line, time.monotonic())
 
     def log_seldom(self, text: str) -> None:
-        """Log what is being done and the time so far, if there was no line for half a minute."""
+        """Log the present task and the elapsed time, at most every half minute."""
         now = time.monotonic()
         if now >= self._next_line:
             self._log(f"{text} · {roughly(now - self._start)}", now)
@@ -123,22 +123,22 @@ def roughly(seconds: float) -> str:
 
 
 class BatchLog(Callback):
-    """Log the batch of `fit`, `validate` and `test` after five seconds, then each half minute.
+    """Logs the batch of `fit`, `validate` and `test` after five seconds, then every half minute.
 
-    Lightning draws its bar into files at the end only, and not at all where it is switched off.
+    In files, Lightning's bar appears only at the end, and a disabled bar does not appear at all.
     """
 
     def __init__(self) -> None:
         self._reporter: ProgressReporter | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time from here, validations within included."""
+        """Start the clock, for `fit` with its validations."""
         self._reporter = ProgressReporter(trainer, first_seconds=5)
 
     on_test_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time from here, but for a validation within `fit`."""
+        """Start the clock, except for a validation within `fit`."""
         if trainer.validating:
             self.on_fit_start(trainer, pl_module)
 
@@ -158,7 +158,7 @@ class BatchLog(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log the batch, and of several texts the text."""
+        """Log the batch, and the text if there are several."""
         if trainer.testing:
             task, totals = "testing", trainer.num_test_batches
         else:
@@ -179,13 +179,13 @@ class BatchLog(Callback):
 
 
 class PruningProgress(Listener):
-    """Report a pruning as a trainer reports its own work, with an estimate of the time left.
+    """Reports a pruning in the trainer's bar and log, with an estimate of the remaining time.
 
-    The estimate takes all blocks for alike, but for those that came from a journal.
+    The estimate assumes that all blocks take the same time, except blocks from a journal.
 
     Args:
         job: The pruning.
-        reporter: The reporter, made when the pruning starts.
+        reporter: The reporter, constructed when the pruning starts.
     """
 
     def __init__(self, job: Job, reporter: ProgressReporter) -> None:
@@ -199,7 +199,7 @@ class PruningProgress(Listener):
         rank_zero_info(text)
 
     def progress(self, progress: Progress) -> None:
-        """Move the bar when a layer is finished, else at most ten times a second."""
+        """Update the bar when a layer is finished, else at most ten times a second."""
         if progress.layers == self._shown and not self._reporter.is_due():
             return
         self._shown = progress.layers
@@ -247,7 +247,7 @@ class PruningProgress(Listener):
             self._reporter.log_metrics(measured, step)
 
     def _left(self) -> str:
-        """Return the time that is left; empty until a block is pruned, and at the end."""
+        """Return the remaining time in words; empty until a block is pruned, and at the end."""
         pruned = self._done - self._resumed
         if not pruned or self._done >= self._job.steps:
             return ""
@@ -258,6 +258,6 @@ class PruningProgress(Listener):
 
 
 def _in_brief(task: str) -> str:
-    """Shorten a task of a block, so that a bar keeps its room in 80 columns."""
+    """Shorten the description of a task, so that the bar fits into 80 columns."""
     inside = re.sub(r"^[a-zA-Z_.]*\d+(\.|, |$)", "", task)
     return inside.partition(", ")[0].rpartition(".")[2]

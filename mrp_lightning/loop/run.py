@@ -56,18 +56,18 @@ from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_lightning.upstream.lightning_names import predict_data
 
 _FAR = 0.05
-"""The difference between the asked and the removed fraction of units that deserves a warning."""
+"""The difference between requested and removed fraction of units from which on to warn."""
 
 _FEW_WORDS = 8
-"""Different tokens up to which a text is no language."""
+"""The number of different tokens up to which a text counts as degenerate."""
 
 
 def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
-    """Warn before the work of windows that count twice, of few tokens, and of no text.
+    """Warn of windows that several processes read, of too few tokens, and of degenerate text.
 
-    A window that is there several times counts once, and padding not at all. Data that are no token
-    ids are not looked at. All processes call this: Lightning gives each window to one of them, but
-    a sampler of the user's may repeat some, and data that it cannot index are read whole by each.
+    Repeated windows count once, and padding does not count. Data other than token ids are not
+    checked. All processes must call this: Lightning gives each window to one process, but a user's
+    sampler may repeat windows, and each process reads an iterable dataset completely.
     """
     own_windows = [window for step in steps for window in _windows(step.batch)]
     own_sizes = {
@@ -127,7 +127,7 @@ class _DescribedData(Protocol):
 
 
 def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
-    """Describe the calibration data, `None` where it is not known; all processes call this.
+    """Describe the calibration data, with `None` for unknown facts; a collective call.
 
     Returns:
         `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
@@ -135,7 +135,7 @@ def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> di
     """
     own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
     shapes = [shape for process_shapes in processes.all(own_shapes) for shape in process_shapes]
-    # The data of this call: the trainer remembers the datamodule of an earlier one.
+    # The data of this call, since `trainer.datamodule` may be that of an earlier call.
     data = predict_data(trainer)
     text = data if isinstance(data, _DescribedData) else None
     return {
@@ -148,7 +148,7 @@ def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> di
 
 
 def _warn_of_rounding(structure: Structure, sparsity: float) -> None:
-    """Warn if a whole number of units is far from the fraction that is to be removed."""
+    """Warn if rounding to whole units removes a fraction far from the requested one."""
     removed = structure.count / structure.units
     if abs(removed - sparsity) > _FAR:
         log.warning(
@@ -181,9 +181,9 @@ def _open_journal(
     *,
     resume: bool,
 ) -> Iterator[Journal]:
-    """Start the journal of a job, or go on with it; log how far it came if the run fails.
+    """Start or resume the journal of a job; log the progress if the run fails.
 
-    Process 0 writes it. `resume` says whether to go on with an existing one.
+    Process 0 writes the journal. With `resume`, an existing journal is resumed, else replaced.
     """
     report, plan = job.report, job.plan
     about = {
@@ -207,7 +207,8 @@ def _open_journal(
             yield journal
         except BaseException:
             if not journal.manifest.shards and not journal.manifest.allocation:
-                if not report.pruned:  # else it refuses the changed weights to another run
+                # A journal of changed weights stays: it keeps another run from starting with them.
+                if not report.pruned:
                     journal.remove()
             elif job.processes.rank == 0:
                 log.warning(
@@ -236,7 +237,7 @@ def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerp
 
 
 def plan_for(module: LightningModule, settings: Settings) -> Plan:
-    """Choose the layers of a LightningModule that settings prune; see `make_plan`."""
+    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`."""
     plan = make_plan(
         module,
         settings.recipe.pattern,
@@ -263,7 +264,7 @@ class Output:
     Attributes:
         save_dir: The directory of the pruned model, `None` if it is not saved.
         overwrite: Whether `save_dir` may be replaced.
-        resume: Whether to go on with a journal that is there.
+        resume: Whether to resume from an existing journal.
         run_directory: The directory next to which the journal is written, if it is not `save_dir`.
             Then the journal outlives the run.
     """
@@ -275,18 +276,18 @@ class Output:
 
 
 class Run:
-    """One `predict` that prunes.
+    """One run of `predict` that prunes.
 
-    It changes the module for the time of the loop, and `close` takes all changes back.
+    It replaces methods of the module during the loop; `close` restores them.
 
     Args:
         trainer: The trainer, which has set up its strategy.
         module: The LightningModule to prune.
-        settings: How it is pruned.
-        output: Where the result goes. With `fast_dev_run`, nothing is written.
+        settings: The settings of the pruning.
+        output: The destination of the result. With `fast_dev_run`, nothing is written.
 
     Attributes:
-        report: What is done to each layer, filled while layers are pruned.
+        report: The report on each layer, filled while layers are pruned.
     """
 
     def __init__(
@@ -295,17 +296,17 @@ class Run:
         self.trainer, self.module, self.settings, self.output = trainer, module, settings, output
         self.report = PruningReport({})
         self._changes = ExitStack()
-        self._signals = unclaimed_signals()  # Lightning takes SIGTERM later
+        self._signals = unclaimed_signals()  # before Lightning installs its handler of SIGTERM
         self._capture: StepCapture | None = None
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.save_dir = None if rehearsal else output.save_dir
         self._journal_path = None if rehearsal else output.run_directory or output.save_dir
 
     def check(self, caller: str) -> None:
-        """Raise, before the data is read, if the module cannot be pruned or the result not written.
+        """Raise, before the data is read, if the module cannot be pruned or saved.
 
         Args:
-            caller: The name of what prunes, for messages.
+            caller: The name of the callback, for messages.
         """
         trainer, module = self.trainer, self.module
         require_whole_models(trainer, caller)
@@ -335,10 +336,11 @@ class Run:
             self._changes.enter_context(blocks_on_cpu(self.module, blocks))
 
     def capture(self) -> None:
-        """Store the batches of the loop in place of running the model on them.
+        """Store the batches of the loop instead of running the model on them.
 
         Raises:
-            Interrupted: SIGTERM came since the trainer took it, which only its loops ask for.
+            Interrupted: SIGTERM arrived after the trainer's handler was installed, which only its
+                loops check.
         """
         self._changes.close()
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
@@ -358,15 +360,15 @@ class Run:
         self._changes.close()
 
     def num_batches(self) -> int:
-        """Return the number of batches that all processes stored; all of them call this."""
+        """Return the number of batches that all processes stored; a collective call."""
         steps = [] if self._capture is None else self._capture.steps
         return int(sum(count for (count,) in processes_of(self.trainer).numbers(len(steps))))
 
     @contextmanager
     def prune(self, batches: int) -> Iterator[PrunedModule]:
-        """Prune the module in place, and hold the journal until the context is left.
+        """Prune the module in place, and lock the journal until the end of the context.
 
-        The loop may be in inference mode, and is not in this context.
+        Inference mode, in which the loop may be, is off in this context.
 
         Args:
             batches: The number of batches; see `num_batches`.
@@ -412,7 +414,7 @@ class Run:
             yield PrunedModule(self.module, self.report, None if outlives else job.journal)
 
     def log_result(self) -> None:
-        """Log a summary, and warn of layers that had the pattern already."""
+        """Log a summary, and warn of layers that already had the pattern."""
         totals, recipe = self.report.totals, self.settings.recipe
         if self.report.narrowed:
             self._log_narrowed()
@@ -450,7 +452,7 @@ class Run:
 
     @property
     def _where(self) -> str:
-        """Name the location of the pruned model."""
+        """Return the location of the pruned model, for the summary."""
         if self.save_dir is not None:
             return f"The model is in {self.save_dir}."
         reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
@@ -494,7 +496,7 @@ class Run:
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
     def _describe(self, steps: list[Step], processes: Processes, batches: int) -> None:
-        """Enter the settings of the run and the origin of its data into the report."""
+        """Enter the settings and the origin of the calibration data into the report."""
         config = self.settings.config() | {"batches": batches}
         config["precision"] = str(self.trainer.precision)
         if processes.size > 1:

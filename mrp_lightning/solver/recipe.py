@@ -146,7 +146,7 @@ class Recipe:
         zero_has_a_code: bool = False,
         leaves_zeros: bool = True,
     ) -> "Recipe":
-        """Parse the arguments of `prune_weight`, which documents them and what is raised.
+        """Parse the arguments of `prune_weight`, which documents them and the errors.
 
         `leaves_zeros` says whether the removed weights are zeros of the result: without whole
         columns the result is a smaller matrix, and its grid that of a dense one.

@@ -157,7 +157,7 @@ def test_extra_weights_are_saved_with_it(llama, loader, quiet, tmp_path):
     llama().model.save_pretrained(tmp_path / "dense")
     module = Headed(str(tmp_path / "dense"))
     over_source = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)
-    with pytest.raises(FileExistsError, match="is what is read"):
+    with pytest.raises(FileExistsError, match="is the source"):
         Trainer(**quiet).predict(module, loader, callbacks=[over_source])
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     Trainer(**quiet).predict(module, loader, callbacks=[callback])
@@ -376,7 +376,7 @@ def test_the_source_and_a_full_disk_are_refused_before_work(
     weights = module.model.state_dict()
     before = {name: tensor.clone() for name, tensor in weights.items()}
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)
-    with pytest.raises(FileExistsError, match="is what is read"):
+    with pytest.raises(FileExistsError, match="is the source"):
         Trainer(**quiet).predict(module, loader, callbacks=[callback])
     need = num_bytes(module.model)
     size = (tmp_path / "dense" / "model.safetensors").stat().st_size
@@ -410,7 +410,7 @@ def test_paths_are_those_of_the_start(llama, loader, quiet, tmp_path, monkeypatc
         lambda: callback.save(tmp_path / "here" / "dense", overwrite=True),
         lambda: in_memory.save(tmp_path / "here" / "dense", overwrite=True),
     ):
-        with pytest.raises(SaveError, match="is what is read"):
+        with pytest.raises(SaveError, match="is the source"):
             save()
     assert list((tmp_path / "there").iterdir()) == []
 

@@ -306,8 +306,8 @@ def test_places_that_are_needed_are_refused(overwrite, tmp_path, monkeypatch):
     source.mkdir(parents=True)
     monkeypatch.chdir(work)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    wrong = {".": "is the working", "..": "holds the working", str(source): "is what is read"}
-    wrong[str(tmp_path / "models")] = "holds what is read"
+    wrong = {".": "is the working", "..": "holds the working", str(source): "is the source"}
+    wrong[str(tmp_path / "models")] = "holds the source"
     for path, message in wrong.items():
         with pytest.raises(FileExistsError, match=f"`save_dir`: .* {message}"):
             check_output_dir(path, overwrite=overwrite, sources=[source])

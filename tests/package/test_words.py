@@ -8,12 +8,12 @@ ROOT = Path(__file__).parents[2]
 HOUSES = ("mrp_lightning", "mrp_sparse", "export", "callbacks")
 NO_NAMES = {"found", "before", "what", "mine", "place", "beside", "given", "told", "tell", "say"}
 NO_NAMES |= {"hush", "let_go", "tmp", "temp", "data2", "stuff", "thing"}
-NO_OPENERS = ("What", "Those", "That")
+NO_OPENERS = ("What", "Those", "That", "Which", "Whose", "How", "Where", "When")
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    """The files of the product, parsed."""
-    for house in HOUSES:
+def trees(*more: str) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield the parsed files of the product, and of other folders."""
+    for house in (*HOUSES, *more):
         for file in (ROOT / house).rglob("*.py"):
             yield file.relative_to(ROOT), ast.parse(file.read_text("utf-8"))
 
@@ -38,13 +38,21 @@ def test_names_are_nouns_of_what_they_hold():
     assert not wrong, "\n".join(wrong)
 
 
+def docstrings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each docstring, those below attributes and constants included."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", ())
+        for statement in body if isinstance(body, list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))) if text.strip():
+                    yield statement.lineno, text
+
+
 def test_docstrings_open_with_a_verb_or_a_noun():
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = [
-        f"{file}: {text.splitlines()[0]}"
-        for file, tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, kinds) and (text := ast.get_docstring(node))
-        if text.split()[0] in NO_OPENERS
+        f"{file}:{line}: {text.splitlines()[0]}"
+        for file, tree in trees("lab")
+        for line, text in docstrings_of(tree)
+        if text.split()[0].rstrip(",") in NO_OPENERS
     ]
     assert not wrong, "\n".join(wrong)
