@@ -8,10 +8,10 @@
 # %% [markdown]
 # # From a checkpoint to a packed model
 #
-# A language model is evaluated, pruned to half of its weights in 4 bits, packed, and generates text, with the time of a
-# token before and after. `MODEL` is the LLaMA that comes with the package, so that this takes a minute. Any directory,
-# hub id or GGUF file will do: `make real` downloads SmolLM2-135M-Instruct to `runs/smollm2`, which takes some minutes.
-# The text is the source of Python's standard library, which is there without a download.
+# SmolLM2-135M-Instruct is evaluated, pruned to half of its weights in 4 bits, packed, and generates text, with the time
+# of a token before and after. `make runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` downloads it (90 MB); without it, the
+# small LLaMA that comes with the package takes its place. `MODEL` can be any directory, hub id or GGUF file. The text is
+# the source of Python's standard library, which is there without a download.
 
 # %%
 import logging
@@ -28,7 +28,8 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 
-MODEL = STDLIB_LLAMA  # or "../../runs/smollm2"
+REAL = Path("../../runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+MODEL = REAL if REAL.exists() else STDLIB_LLAMA
 RUN = Path("../../runs/notebook/half-4bit")
 logging.disable(logging.WARNING)  # the progress of each block
 quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
