@@ -62,20 +62,20 @@ class Step(nn.Module):
 
 
 class CompiledStep:
-    """A model's step of decoding at batch 1, on the CPU.
+    """A compiled decoding step of a model at batch 1 on the CPU.
 
-    The first start on a machine compiles it, which takes minutes; it is kept in the cache directory
-    (`XDG_CACHE_HOME` moves it), and the next start takes it from there.
+    The first start on a machine compiles the step, which takes minutes. Later starts load it from
+    the cache directory, which `XDG_CACHE_HOME` moves.
 
     Args:
         model: The model, on the CPU. Its weights are shared and must stay where they are.
-        length: The number of tokens that it has room for, rounded up to a multiple of `LENGTHS`.
+        length: The largest number of tokens, rounded up to a multiple of `LENGTHS`.
 
     Attributes:
-        file: Where the compiled step is kept.
+            file: The file of the compiled step.
 
     Raises:
-        OptionError: A model of this kind cannot be compiled so.
+            OptionError: A model of this kind cannot be compiled.
         Exception: The errors of torch.export and of the compilers, of many kinds.
     """
 

@@ -14,7 +14,7 @@ def check(holds: Any, message: str) -> None:
     """Raise a RuntimeError where a relation of shapes does not hold, which may be symbols.
 
     Seen in torch 2.13. Code that `torch.compile` and `torch.export` trace cannot ask a symbol by
-    `if`. In its place: a public name of `torch._check`, which torch's pages recommend.
+    `if`. Replacement: a public name of `torch._check`, which torch's pages recommend.
     """
     torch._check(holds, lambda: message)
 
@@ -56,7 +56,7 @@ def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tup
 def attention_of(config: Any) -> str | None:
     """Return the name of a model's attention implementation, such as `sdpa`.
 
-    Seen in transformers 5.23, which has a public setter, but no getter. In its place: a
+    Seen in transformers 5.23, which has a public setter, but no getter. Replacement: a
     `get_attn_implementation` beside the `get_experts_implementation` of models.
     """
     name: str | None = config._attn_implementation
@@ -68,7 +68,7 @@ def grouped_attention() -> Iterator[None]:
     """Trace attention with the grouped heads of keys and values, instead of repeating them.
 
     Seen in transformers 5.23, which repeats them for all heads of queries in a graph with a mask;
-    torch's product for CPUs does not need that. In its place: an argument of the attention.
+    torch's product for CPUs does not need that. Replacement: an argument of the attention.
     """
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     value = os.environ.get(name)
@@ -86,7 +86,7 @@ def was_loaded(tensor: Tensor) -> bool:
     """Return whether `from_pretrained` read a tensor from a file, or left it on the disk.
 
     Seen in transformers 5.23, which tells what was missing only after the quantizer had its turn.
-    In its place: the report of the loading, once quantizers are given it.
+    Replacement: the report of the loading, once quantizers are given it.
     """
     return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
@@ -94,7 +94,7 @@ def was_loaded(tensor: Tensor) -> bool:
 def ignore_unexpected(model: Any, name: str) -> None:
     """Let `from_pretrained` pass over a tensor that the model has no place for.
 
-    Seen in transformers 5.23. In its place: a hook of quantizers for unexpected keys.
+    Seen in transformers 5.23. Replacement: a hook of quantizers for unexpected keys.
     """
     ignored = set(model._keys_to_ignore_on_load_unexpected or ())
     model._keys_to_ignore_on_load_unexpected = ignored | {re.escape(name)}

@@ -137,11 +137,11 @@ class BlockReport(_Row):
         name: The name of the block in the model.
         sparsity: The fraction of its weights that was to be removed, between 0 and 1.
         error_before: ‖y − y_d‖² / ‖y_d‖² over the held-out windows before tuning, for the outputs y
-            of the block, and y_d of the block in the dense model. Of weights on a grid, without
-            zeros, it is the mean over the tokens of this quotient.
-        error_after: The same after tuning; never more.
-        epoch: The epoch whose weights were kept, 0 for those before tuning.
-        seconds: The time that tuning took.
+            of the block, and y_d of the block in the dense model. In quantisation alone, it is the
+            mean over the tokens of this quotient.
+        error_after: The error after tuning, at most `error_before`.
+        epoch: The epoch whose weights were chosen, 0 for those before tuning.
+        seconds: The duration of the tuning.
     """
 
     name: str

@@ -25,33 +25,34 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_sparse.formats.grid import Grid
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
-"""The scales to try, relative to the one that maps the largest weight to the largest code."""
+"""The scales in the search, relative to the one that maps the largest weight to the largest
+code."""
 _PASSES = 5
 """Rounds of descent after the sweep; the first few gain most."""
 _PANEL = 128
-"""Columns whose changes are carried over to the others at once, if groups are not larger."""
+"""Columns of a panel, whose changes reach the other columns at once, unless groups are larger."""
 _SCALES_AT_A_TIME = 2**20
-"""Weights of the temporaries of a search for scales."""
+"""The number of elements of the temporaries of a search for scales."""
 
 
 def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Tensor:
-    """Put the kept weights on the grid, so that the loss against `weight` grows little.
+    """Quantise the kept weights to the grid, so that the loss relative to `weight` is small.
 
     Args:
-        problem: The layer, whose H + λI weighs the changes.
+        problem: The problem of the layer, whose H + λI measures changes.
         weight: The compensated weight, (rows, columns).
         pruned: bool (rows, columns), True = removed.
         grid: The grid.
 
     Returns:
-        The weight on the grid, (rows, columns), in the dtype of `weight`.
-        The loss of each row is at most that of the column sweep alone.
+        The weight on the grid, (rows, columns), in the dtype of `weight`. The loss of each row is
+        at most that after the column sweep alone.
     """
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
     quantised = torch.empty_like(weight)
 
     def quantise(rows: slice) -> None:
-        # Input-major, so that a column of the weight is contiguous.
+        # Transposed, so that a column of the weight is contiguous.
         target = weight[rows].T.to(damped.dtype).contiguous()
         kept = (~pruned[rows].T).to(damped.dtype).contiguous()
         descent = _Descent(target * kept, kept, damped, grid)
@@ -60,7 +61,7 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
         for number in range(_PASSES):
             descent.improve()
             problem.progress(f"pass {number + 1}/{_PASSES} on the grid")
-        # Descent never increases the loss but by rounding errors.
+        # Descent increases the loss only by rounding errors, whose rows keep the sweep's result.
         better = descent.losses() < loss
         quantised[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
 
@@ -76,12 +77,12 @@ def put_on_grid(
     *,
     processes: Processes = ALONE,
 ) -> list[tuple[Tensor, float]]:
-    """Put pruned weights that share an input on the recipe's grid: their zeros stay.
+    """Quantise pruned weights that share an input to the recipe's grid; zeros stay zero.
 
     The processes share the rows as in `prune_together`.
 
     Returns:
-        The weights on the grid, each with its loss ½·tr(δ H δᵀ) against the weight before.
+        The weights on the grid, each with its loss ½·tr(δ H δᵀ) relative to the given weight.
     """
     for weight in weights:
         check_weight(weight, inputs)
@@ -104,9 +105,10 @@ def put_on_grid(
 
 
 class _Descent:
-    """The codes and scales of some rows. Tensors of weights are (columns, rows) here.
+    """The codes and scales of some rows of a weight; all tensors are (columns, rows).
 
-    `target` is ŵ, zero where weights are removed, and `kept` is one, and zero there.
+    `target` is ŵ, with zeros for removed weights; `kept` is one for kept weights and zero for
+    removed ones.
     """
 
     def __init__(self, target: Tensor, kept: Tensor, damped: DampedHessian, grid: Grid) -> None:
@@ -122,7 +124,7 @@ class _Descent:
         return self._x(slice(0, len(self.codes)))
 
     def _x(self, columns: slice) -> Tensor:
-        """Return columns of the weight on the grid, beginning with a whole group."""
+        """Return columns of the weight on the grid; they must begin with a whole group."""
         size = self.grid.group_size
         scales = self.scales[columns.start // size : -(-columns.stop // size)]
         return (
@@ -158,7 +160,7 @@ class _Descent:
             swept[panel.stop :].addmm_(moves[panel, panel.stop :].T, errors, alpha=-1)
 
     def improve(self) -> None:
-        """Set each scale to its optimum for its codes, and each code to its own, in turn."""
+        """Set each scale to its optimum for its codes, and each code to its optimum, in turn."""
         matrix = self.damped.matrix
         gradient = matrix @ (self.x - self.target)
         for panel in self._panels():
@@ -168,7 +170,7 @@ class _Descent:
                 if piece.start == group * self.grid.group_size:
                     self._improve_scales(group, inside, panel)
                 self._improve_codes(group, piece, inside, panel)
-            # What the panel changes reaches the columns outside it at once.
+            # The panel's changes reach the gradient of the other columns at once.
             moved = self._x(panel) - previous
             gradient[: panel.start].addmm_(matrix[: panel.start, panel], moved)
             gradient[panel.stop :].addmm_(matrix[panel.stop :, panel], moved)
@@ -181,7 +183,8 @@ class _Descent:
         minus_previous, moved = codes * -steps, torch.empty_like(codes)
         per_code = -1 / (within.diagonal()[:, None] * scale)
         slope = gradient[own].clone()
-        # The loss in x_j alone is a parabola: its minimum, rounded, is the best code.
+        # The loss as a function of x_j alone is a parabola: the code nearest to its minimum is the
+        # best.
         for j in range(len(codes)):
             wanted = torch.addcmul(codes[j], slope[j], per_code[j], out=codes[j])
             code = self.grid.nearest_(wanted)

@@ -366,16 +366,16 @@ def _significant_bits(dtype: torch.dtype) -> int:
 def grid_of_bits(bits: int, group_size: int = GROUP_SIZE, *, zero_has_a_code: bool = False) -> Grid:
     """Return the grid of this project's packed formats for a number of bits.
 
-    Codes q are whole numbers with |q| ≤ 2^(bits − 1), at 8 bits |q| ≤ 127. Scales have five
-    significant bits (1.xxxx·2ᵉ) at 3 and 4 bits and one at 8, so that q·s is exact in bfloat16, and
-    a checkpoint in bfloat16 (or in float16 or float32) holds just these values.
+    Codes q are integers with |q| ≤ 2^(bits − 1), at 8 bits |q| ≤ 127. Scales s have five
+    significant bits (1.xxxx·2ᵉ) at 3 and 4 bits, and one at 8, so that q·s is exact in bfloat16,
+    and a checkpoint in bfloat16, float16 or float32 holds exactly these values.
 
     Args:
         bits: Bits of a stored code: 3, 4 or 8.
         group_size: Number of columns with one scale, ≥ 1.
-        zero_has_a_code: Whether zero is one of the 2^bits codes, −2^(bits − 1) to 2^(bits − 1) − 1,
-            of which the sign of the scale decides the longer end. Otherwise zero needs none, as
-            where the places of the other weights are stored, and there is one code more.
+        zero_has_a_code: Whether zero is one of the 2^bits codes −2^(bits − 1) to 2^(bits − 1) − 1,
+            whose longer end the sign of the scale chooses. Otherwise zero has no code, as in
+            formats that store the positions of the other weights, and there is one more code.
 
     Raises:
         OptionError: `bits` or `group_size` is out of range.
