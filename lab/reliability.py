@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,49 +57,57 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     runs.import_all()
-    begin, tables = time.monotonic(), []
+    begin, tables = time.monotonic(), dict[str, Rows]()
     with tempfile.TemporaryDirectory() as directory:
         inputs = Path(directory)
         runs.write_inputs(inputs)
         commands = runs.commands(inputs)
         for name in options.part:
-            with _progress(name):
-                tables.append(parts[name](options, inputs, commands))
-            text = _page(tables, options, time.monotonic() - begin)
-            if options.out:
-                options.out.write_text(text, "utf-8")
+            print(f"{name} …", file=sys.stderr)
+            for rows in parts[name](options, inputs, commands):
+                tables[name] = rows
+                text = _page(list(tables.values()), options, time.monotonic() - begin)
+                if options.out:  # so that an interrupted run has what it did
+                    options.out.write_text(text, "utf-8")
     if not options.out:
         print(text, end="")
-    raise SystemExit(any(faults for *_, faults in tables))
+    raise SystemExit(any(faults for *_, faults in tables.values()))
 
 
-def power_cuts(options: argparse.Namespace, _: Path, commands: dict[str, Command]) -> Rows:
+def power_cuts(
+    options: argparse.Namespace, _: Path, commands: dict[str, Command]
+) -> Iterator[Rows]:
     """Cut the power of each command."""
     rows, faults = [], []
+    columns = ("command", "cuts", "after the cut", "the same command again", "faults")
     for command in commands.values():
         done = _last(power.cut(command, options.cuts, random.Random(options.seed)))
         faults += [f"{command.name}: {fault}" for fault in done.faults]
         counted = (_counted(done.states), _counted(done.reruns))
         rows.append((command.name, options.cuts, *counted, len(done.faults)))
-    columns = ("command", "cuts", "after the cut", "the same command again", "faults")
-    return "Power cuts", columns, rows, faults
+        yield "Power cuts", columns, rows, faults
 
 
-def failing_disks(options: argparse.Namespace, _: Path, commands: dict[str, Command]) -> Rows:
+def failing_disks(
+    options: argparse.Namespace, _: Path, commands: dict[str, Command]
+) -> Iterator[Rows]:
     """Let calls of each command fail."""
     rows, faults = [], []
+    columns = ("command", "failed calls", "named the file and the way on", "right result", "faults")
     for command in commands.values():
         done = _last(disk.fail(command, options.failures, random.Random(options.seed)))
         faults += [f"{command.name}: {fault}" for fault in done.faults]
         tried = done.refused + done.harmless + len(done.faults)
         rows.append((command.name, tried, done.refused, done.harmless, len(done.faults)))
-    columns = ("command", "failed calls", "named the file and the way on", "right result", "faults")
-    return "Failing disks", columns, rows, faults
+        yield "Failing disks", columns, rows, faults
 
 
-def random_kills(options: argparse.Namespace, inputs: Path, commands: dict[str, Command]) -> Rows:
+def random_kills(
+    options: argparse.Namespace, inputs: Path, commands: dict[str, Command]
+) -> Iterator[Rows]:
     """Kill commands at random moments."""
     rows, faults = [], []
+    columns = ("command", "killed, then the same bits", "through before", "faults")
     chance = random.Random(options.seed)
     alone = kills.killed_commands(inputs, commands)
     each, more = divmod(options.kills - options.ddp, len(alone))
@@ -111,12 +118,14 @@ def random_kills(options: argparse.Namespace, inputs: Path, commands: dict[str, 
             continue
         faults += [f"{done.name}: {fault}" for fault in done.faults]
         rows.append((done.name, done.resumed, done.through, len(done.faults)))
-    columns = ("command", "killed, then the same bits", "through before", "faults")
-    return "Kills", columns, rows, faults
+        yield "Kills", columns, rows, faults
 
 
-def fuzzing(options: argparse.Namespace, inputs: Path, commands: dict[str, Command]) -> Rows:
+def fuzzing(
+    options: argparse.Namespace, inputs: Path, commands: dict[str, Command]
+) -> Iterator[Rows]:
     """Fuzz each reader, and the kernels."""
+    columns = ("reader", "files", "branches reached", "faults")
     from trouble import fuzz
 
     _write_more(inputs, commands)
@@ -133,14 +142,14 @@ def fuzzing(options: argparse.Namespace, inputs: Path, commands: dict[str, Comma
             faults.append(f"{name}: {fuzz.reason(text)}")
         print(f"  {name} {tried}, faults: {len(faults)}", file=sys.stderr, flush=True)
         rows.append((name, f"{tried:,}", reached, int(bool(done.returncode))))
+        yield "Damaged files", columns, rows, faults
     words = ["make", "--silent", "sanitize", f"SECONDS={options.fuzz_seconds}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
     if done.returncode:
         faults.append(f"kernels: {last}")
     rows.append(("compiled kernels", last.partition(" ")[0], "", int(bool(done.returncode))))
-    columns = ("reader", "files", "branches reached", "faults")
-    return "Damaged files", columns, rows, faults
+    yield "Damaged files", columns, rows, faults
 
 
 def _write_more(inputs: Path, commands: dict[str, Command]) -> None:
@@ -168,12 +177,6 @@ def _last(steps: Iterator[Any]) -> Any:
         print(f"\r  {last.name} {number}, faults: {len(last.faults)}  ", end="", file=sys.stderr)
     print(file=sys.stderr)
     return last
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[None]:
-    print(f"{name} …", file=sys.stderr)
-    yield
 
 
 def _counted(counts: dict[str, int]) -> str:

@@ -96,6 +96,6 @@ def _fault(command: Command, end: End, earlier: State, expected: State) -> str:
         return f"the next run ended with {again.status}: {again.output[-400:]}"
     if command.state() != expected:
         return "the next run came to another result"
-    if leftovers := command.leftovers():
+    if leftovers := [] if again.status else command.leftovers():
         return f"left behind: {', '.join(leftovers)}"
     return ""

@@ -19,8 +19,8 @@ from mrp_lightning.files import not_ours
 LIMIT = 300.0
 """Seconds after which a command hangs; on a quiet machine each takes one or two."""
 
-_LEFT_ON_PURPOSE = re.compile(r"\.[^/]+\.[^/]+\.old(/.*)?")
-"""An older result that a killed process moved aside; no later run deletes it."""
+_LEFT_ON_PURPOSE = re.compile(r"\.[^/]+\.[^/]+\.old|\.own-text")
+"""An older result that a killed process moved aside, and text that later runs read again."""
 
 
 @dataclass(frozen=True)

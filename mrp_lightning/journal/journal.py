@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _BLANK_BYTES = 4096
+_TEMPORARY = re.compile(r"\.tmp\w{6}")
 _BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
 
 
@@ -111,7 +112,7 @@ def empty(path: Path) -> None:
     blocks = _blocks(path)
     (path / NAME).unlink(missing_ok=True)  # first: blocks count only if the manifest names them
     flush(path)
-    for file in blocks:
+    for file in [*blocks, *filter(_is_temporary, path.iterdir())]:
         file.unlink()
 
 
@@ -144,6 +145,15 @@ def _blocks(path: Path) -> list[Path]:
         and not file.is_symlink()
         and (file.name in listed or BlockRecord.is_in(file) or (kind["part"] and _is_blank(file)))
     ]
+
+
+def _is_temporary(file: Path) -> bool:
+    """Return whether safetensors, which renames a file when it is whole, left it unfinished."""
+    if not _TEMPORARY.fullmatch(file.name) or file.is_symlink() or not file.is_file():
+        return False
+    with file.open("rb") as content:
+        head = content.read(_BLANK_BYTES)
+    return not any(head) or head[8:].startswith(b'{"__metadata__":')
 
 
 def _is_blank(file: Path) -> bool:

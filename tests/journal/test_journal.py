@@ -307,3 +307,15 @@ def test_a_journal_of_an_earlier_version_is_gone_on_with(tmp_path):
         record = journal.read(1)
     assert record.rows[0].relative_loss == 0.25
     assert torch.equal(record.weights["b.1.proj.weight"], 2 * torch.arange(8.0).view(2, 4))
+
+
+@pytest.mark.parametrize("head", [b"", bytes(100), b"\x10\0\0\0\0\0\0\0" + b'{"__metadata__":{"re'])
+def test_a_file_that_safetensors_left_unfinished_goes_with_the_journal(head, tmp_path):
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        (journal.path / ".tmpAb3xYz").write_bytes(head)
+        journal.remove()
+    assert not journal.path.exists()
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        (journal.path / ".tmpAb3xYz").write_text("of somebody else")
+        journal.remove()
+    assert [file.name for file in journal.path.glob(".tmp*")] == [".tmpAb3xYz"]
