@@ -117,7 +117,7 @@ class Trial:
 
     @property
     def directory(self) -> PurePosixPath:
-        """The directory of its run in that of the sweep, such as `opt/2of4-SM-s128-seed0`."""
+        """The directory of the run in that of the sweep, such as `opt/2of4-SM-s128-seed0`."""
         if self.method is None:
             return PurePosixPath(self.model, "dense")
         parts = [self.setting_name, self.recipe or self.method]
@@ -128,7 +128,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The name for a reader: that of the recipe, or the usual name of the method."""
+        """The name for a reader: the name of the recipe, or the usual name of the method."""
         return self.recipe or _LABELS.get(self.method or "", self.method or "")
 
     @property

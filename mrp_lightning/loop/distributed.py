@@ -129,10 +129,11 @@ _LAUNCHER = "MRP_LIGHTNING_LAUNCHER"
 
 
 def end_with_launcher() -> None:
-    """End this process if the one that started it ends while their group forms.
+    """End this process if the process that started it ends before their group has formed.
 
-    Lightning's `ddp` starts the other processes of a machine from the first one. If that is killed,
-    they would wait half an hour for it to open the group; see `fail_together` for later.
+    Lightning's `ddp` starts the other processes of a machine from the first one. If that process is
+    killed, the others would wait half an hour for it to open the group. `fail_together` takes over
+    once the group exists.
     """
     launcher = os.environ.get(_LAUNCHER)
     if os.environ.get("LOCAL_RANK", "0") == "0" or launcher is None:

@@ -269,7 +269,7 @@ class _Tuned(ABC):
 
     @abstractmethod
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
-        """Return the masters of the present weights."""
+        """Return the tensors to optimise, which determine the parameters of the layers."""
 
     @property
     def gradients(self) -> list[Tensor]:

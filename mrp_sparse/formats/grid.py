@@ -148,9 +148,9 @@ class Grid:
         return torch.where(steps == 0, 1, steps) * units
 
     def choose_units(self, scales: Tensor) -> Tensor:
-        """Return the units for scales (groups, ...) that share one: (...).
+        """Return the unit that scales (groups, ...) share: (...).
 
-        The largest scale is the step that is farthest from zero.
+        With this unit, the largest scale is the step farthest from zero.
         """
         assert self.steps is not None
         largest = scales.gather(0, scales.abs().argmax(0, keepdim=True))[0]
