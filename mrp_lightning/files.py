@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
+from safetensors import SafetensorError
+
 from mrp_lightning.errors import OptionError
 
 MANIFEST = ".mrp_files.json"
@@ -228,6 +230,8 @@ def naming(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
     except OSError as error:
         if type(error) is not OSError or error.filename is not None:
             raise

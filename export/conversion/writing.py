@@ -14,7 +14,7 @@ from export.backends import TORCHAO_METHOD, TORCHAO_VERSION, store_torchao
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.selection import LayerChoice
 from mrp_lightning.errors import OptionError
-from mrp_lightning.files import save_text
+from mrp_lightning.files import naming, save_text
 from mrp_lightning.json_files import as_json
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_sparse.eight_bit_head import Head
@@ -211,7 +211,9 @@ def write_converted(
             file = _pickle_name(file)
             torch.save({**converted, **_unshared(unchanged)}, directory / file)
         else:
-            save_file(_unshared(tensors), directory / file, {"format": "pt", **weights.metadata})
+            with naming(directory / file):
+                metadata = {"format": "pt", **weights.metadata}
+                save_file(_unshared(tensors), directory / file, metadata)
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(source.files) > 1:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from faulty import in_child
+from safetensors import SafetensorError
 
 from mrp_lightning import files, outputs
 from mrp_lightning.cli.command import exit_on_mistake
@@ -649,6 +650,8 @@ def test_a_short_write_of_numpy_names_the_file(tmp_path):
     with pytest.raises(OSError, match="4096 requested and 0 written") as raised, naming(tmp_path):
         raise OSError("4096 requested and 0 written")
     assert raised.value.filename == str(tmp_path)
+    with pytest.raises(OSError, match=f"serializing.*{tmp_path}"), naming(tmp_path):
+        raise SafetensorError("Error while serializing: no space left")
     with pytest.raises(FileExistsError) as raised, naming(tmp_path):
         raise FileExistsError("as it is")
     assert raised.value.filename is None
