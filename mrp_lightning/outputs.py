@@ -227,7 +227,8 @@ def save_directory(
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
         try:
             start_manifest(staging)
-            yield staging
+            with naming(path):
+                yield staging
             flush(staging)  # raises if the directory was deleted
             _check_place(link, argument, sources)
             _check_content(path, argument, overwrite=overwrite)
