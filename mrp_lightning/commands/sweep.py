@@ -44,7 +44,11 @@ def main(args: list[str]) -> None:
         for trial, error in failed.items():
             names.setdefault(error, []).append(str(trial.directory))
         lines = "".join(f"\n  {', '.join(named)}: {error}" for error, named in names.items())
-        sys.stderr.write(f"error: {len(failed)} runs failed, all others were made:{lines}\n")
+        count = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
+        sys.stderr.write(
+            f"error: {count} failed, all others were made:{lines}\n"
+            "Remove the cause, and give the same sweep again: finished runs are not repeated.\n"
+        )
         raise SystemExit(FAILED)
 
 

@@ -153,6 +153,22 @@ def test_a_sweep_says_where_its_runs_are(here, capsys, caplog):
     assert "of which 0 are to be made" in capsys.readouterr().out
 
 
+def test_a_run_that_fails_has_a_way_on(here, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "out/tiny")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr("mrp_lightning.loop.saving.save_pretrained", full)
+        sweep("--only=tiny/50-SM-*-seed0", "--save_checkpoints=true")
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert "1 run failed, all others were made" in message
+    assert "No space left on device: 'out/tiny'" in message
+    assert "Remove the cause, and give the same sweep again" in message
+    sweep("--only=tiny/50-SM-*-seed0", "--save_checkpoints=true")
+    assert "of which 1 are to be made" in capsys.readouterr().out
+
+
 RECIPES = """
 recipes:
   tuned: {method: JM, target: dense, tuning: {epochs: 1, batch_size: 2}, tuning.held_out: 0.5}
