@@ -70,6 +70,7 @@ runs/models/%/config.json: configs/train/text.yaml configs/train/%.yaml | .venv/
 pictures: .venv/installed
 	$(BIN)/python lab/pictures/formats.py
 	$(BIN)/python lab/pictures/quality.py
+	$(BIN)/python lab/pictures/engines.py
 
 # The site, in build/site; a broken link is an error.
 docs: .venv/installed

@@ -9,8 +9,8 @@ default, 50 with a larger rate in its recipe "light", on 8 windows at a time. Ou
 `grid` and nothing removed, with the layer's own target and with `target="dense"`. Both quantise the
 matrices of the blocks to the same grid from the same windows of 512 tokens, in float32 on one
 thread, and both are measured in float32 on the same windows of the evaluation text, with the dense
-model's embeddings. CPU seconds are those of the process, loading of the model included. Results in
-DIR are not made again.
+model's embeddings. AutoRound's GGUF types are rounded without its steps, and left out. CPU seconds
+are those of the process, with the loading of the model. Results in DIR are not made again.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.models.saving import save_pretrained
 from mrp_sparse.environment import machine
 
-SCHEMES = {"int4-g32": ("W4A16", 32), "int4-g64": ("W4A16", 64), "q4_0": ("gguf:q4_0", None)}
-"""AutoRound's scheme and group size for each of our grids."""
+SCHEMES = {"int4-g32": 32, "int4-g64": 64, "int4-g128": 128}
+"""AutoRound's group size for each of our grids, whose scheme is W4A16."""
 RECIPES: dict[str, dict[str, Any]] = {
     "200 steps": {"iters": 200},
     "50 steps (light)": {"iters": 50, "lr": 5e-3},
@@ -44,14 +44,13 @@ def auto_round(dense: Path, out: Path, grid: str, recipe: str, calibration: Tens
     """Quantise by AutoRound, and save what it leaves."""
     from auto_round import AutoRound
 
-    scheme, group_size = SCHEMES[grid]
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     ones = torch.ones(1, LENGTH, dtype=torch.long)
     rounding = AutoRound(
         model,
         AutoTokenizer.from_pretrained(dense),
-        scheme=scheme,
-        **({} if group_size is None else {"group_size": group_size}),
+        scheme="W4A16",
+        group_size=SCHEMES[grid],
         dataset=[{"input_ids": row[None], "attention_mask": ones} for row in calibration],
         nsamples=len(calibration),
         seqlen=LENGTH,
@@ -60,14 +59,13 @@ def auto_round(dense: Path, out: Path, grid: str, recipe: str, calibration: Tens
         low_gpu_mem_usage=False,
         **RECIPES[recipe],
     )
-    rounding.quantize_and_save(str(out), format="fake" if group_size else scheme)
+    rounding.quantize_and_save(str(out), format="fake")
 
 
 def measure(directory: Path, whole: nn.Module, evaluation: Tensor) -> float:
     """Return the perplexity of a quantised model with the embeddings of the dense one."""
-    files = [*directory.rglob("*.gguf"), *directory.rglob("config.json")]
-    gguf = {"gguf_file": files[0].name} if files[0].suffix == ".gguf" else {}
-    model = AutoModelForCausalLM.from_pretrained(files[0].parent, dtype=torch.float32, **gguf)
+    config = next(directory.rglob("config.json"))  # AutoRound adds a directory of its own
+    model = AutoModelForCausalLM.from_pretrained(config.parent, dtype=torch.float32)
     model.set_input_embeddings(whole.get_input_embeddings())
     model.set_output_embeddings(whole.get_output_embeddings())
     return perplexity(model, evaluation)
@@ -84,7 +82,7 @@ def main() -> None:
     parser.add_argument("--evaluation", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
     parser.add_argument("--eval-windows", type=int, default=40)
-    parser.add_argument("--grids", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--grids", nargs="+", choices=SCHEMES, default=["int4-g32", "int4-g64"])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

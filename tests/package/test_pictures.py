@@ -118,7 +118,7 @@ def test_the_losses_of_the_picture_are_those_of_the_formula(method_pictures):
     assert "w₁ removed, w₂ optimal: loss 0.18" in texts
 
 
-@pytest.mark.parametrize("name", ["formats", "quality"])
+@pytest.mark.parametrize("name", ["formats", "quality", "engines"])
 def test_a_picture_of_the_site_shows_its_table(name):
     """What is drawn from the table now has the words and numbers of the stored picture."""
     spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
