@@ -52,6 +52,8 @@ def convert(options: Namespace) -> Path:
     out = out.expanduser().resolve()
     if out.suffix != ".gguf" or out.is_dir():
         raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
+    if options.like is not None and not Path(options.like).expanduser().exists():
+        raise FileNotFoundError(f"`--like`: there is no file {options.like}. Give one that exists.")
     like = None if options.like is None else find_gguf(options.like)
     if like is None and options.like is not None:
         raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")

@@ -1,6 +1,7 @@
 """Lightning's Trainer with callbacks for a single `predict`."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -68,7 +69,7 @@ class Trainer(pl.Trainer):
 
     def predict(  # type: ignore[override]  # (a plain module is taken too)
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | os.PathLike[str] | None = None,
         dataloaders: Any = None,
         datamodule: pl.LightningDataModule | None = None,
         return_predictions: bool | None = None,
@@ -80,8 +81,9 @@ class Trainer(pl.Trainer):
         """Run `predict_step` over the data; see `lightning.pytorch.Trainer.predict`.
 
         Args:
-            model: A LightningModule, a Hugging Face model, or any module, which is then called with
-                the batch, its first item if it is a list, or its entries if it is a mapping.
+            model: A LightningModule, a Hugging Face model, its path or hub id, or any module, which
+                is called with the batch, its first item if it is a list, or its entries if it is a
+                mapping.
             dataloaders: One or several dataloaders.
             datamodule: A datamodule that gives the dataloaders in their place.
             return_predictions: Whether what `predict_step` returns is kept.
@@ -97,7 +99,7 @@ class Trainer(pl.Trainer):
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
         """
-        inner = None if model is None else uncompiled(model)
+        inner = uncompiled(model) if isinstance(model, nn.Module) else model
         arguments = {"model": inner, "datamodule": datamodule, "dataloaders": dataloaders}
         for argument, value in arguments.items():
             if _is_of_the_other_package(value):
@@ -252,19 +254,32 @@ def _got(values: Sequence[object]) -> str:
     )
 
 
-def as_lightning_module(model: nn.Module) -> nn.Module:
-    """Return a LightningModule for `predict`: the module itself, or a wrapper of it."""
+def as_lightning_module(model: Any) -> nn.Module:
+    """Return a LightningModule for `predict`: the module itself, or a wrapper of it.
+
+    A path or hub id is loaded as by `CausalLM`.
+    """
+    if isinstance(model, str | os.PathLike):
+        return CausalLM(model)
     if isinstance(uncompiled(model), pl.LightningModule):
         return model
     if isinstance(model, PreTrainedModel) and _reads_text_alone(model):
         return CausalLM(model)
-    return ModuleRunner(model) if isinstance(model, nn.Module) else model
+    if isinstance(model, nn.Module):
+        return ModuleRunner(model)
+    raise TypeError(
+        "`model` must be a LightningModule, a module, or the path or hub id of a language model; "
+        f"got {type(model).__name__}."
+    )
 
 
 def _reads_text_alone(model: PreTrainedModel) -> bool:
     """Return whether token ids are a language model's only inputs: no images, no encoder."""
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
     return is_decoder and model.config.get_text_config() is model.config
+
+
+_DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 
 
 class ModuleRunner(pl.LightningModule):
@@ -286,7 +301,24 @@ class ModuleRunner(pl.LightningModule):
             self.tokenizer = find_tokenizer(source) if source else None
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Run the module on one batch."""
+        """Run the module on one batch.
+
+        Raises:
+            DataError: The model has a decoder, and the batch nothing for it to read.
+        """
+        try:
+            return self._output(batch)
+        except ValueError as error:
+            config = getattr(self.model, "config", None)
+            inputs = batch.keys() if isinstance(batch, Mapping) else set()
+            if not getattr(config, "is_encoder_decoder", False) or _DECODER_INPUTS & inputs:
+                raise
+            raise DataError(
+                f"A {type(self.model).__name__} has a decoder behind its encoder: a batch must be "
+                f"a mapping with `input_ids` and one of {', '.join(sorted(_DECODER_INPUTS))}."
+            ) from error
+
+    def _output(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
             return self.model(batch, **self._options)
         if isinstance(batch, list | tuple):

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(source, tiny_llama, tmp_path, capsys):
     like = ["--like", str(source)]
     for args, message in (
         ([str(run), "--like", str(other)], "of another model: its `model_type`"),
-        ([str(run), "--like", str(tmp_path / "none.gguf")], "there is no file"),
+        ([str(run), "--like", str(tmp_path / "none.gguf")], "`--like`: there is no file"),
         ([str(run), *like, "--out", str(there)], "exists. Name another file"),
         ([str(run), *like, "--out", str(source)], "must not be the file of `--like`"),
         ([str(run), *like, "--out", str(tmp_path / "x")], "ends in .gguf"),

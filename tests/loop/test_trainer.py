@@ -106,3 +106,22 @@ def test_a_model_that_sees_is_called_with_its_images(trainer):
         trainer.predict(
             CausalLM(model), DataLoader([batch]), callbacks=[MRPCallback(pattern="2:4")]
         )
+
+
+def test_an_encoder_decoder_without_anything_to_decode_is_explained(trainer):
+    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    config = AutoConfig.for_model("t5", vocab_size=64, **sizes)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(DataError, match="has a decoder .* one of decoder_input_ids"):
+        trainer.predict(model, DataLoader(torch.randint(64, (2, 8)), batch_size=2))
+
+
+def test_a_path_is_loaded(trainer, tiny_llama):
+    ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    by_path, by_model = (
+        trainer.predict(model, DataLoader(ids, batch_size=2))
+        for model in (str(tiny_llama), CausalLM(tiny_llama))
+    )
+    assert torch.equal(by_path[0], by_model[0])
+    with pytest.raises(TypeError, match="`model` must be a LightningModule, .* got int"):
+        trainer.predict(3, DataLoader(ids, batch_size=2))
