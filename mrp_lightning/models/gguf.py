@@ -150,7 +150,7 @@ def _bar_where_wanted() -> Iterator[None]:
 
 def _why_not_read(file: Path, error: Exception) -> str:
     try:
-        field = bounded_gguf(file).fields["general.architecture"]
+        architecture = bounded_gguf(file).fields["general.architecture"].contents()
     except Exception as damage:
         return (
             f"is damaged: its {file.stat().st_size:,} bytes are no whole GGUF file ({damage}). "
@@ -158,7 +158,7 @@ def _why_not_read(file: Path, error: Exception) -> str:
         )
     return (
         f"cannot be read by transformers {transformers.__version__} as the architecture "
-        f"{field.contents()!r} ({type(error).__name__}: {error}). Give the directory or hub id of "
+        f"{architecture!r} ({type(error).__name__}: {error}). Give the directory or hub id of "
         "the model that the file was made from."
     )
 

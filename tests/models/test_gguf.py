@@ -185,6 +185,16 @@ def test_a_damaged_file_is_named(size, tiny_gguf, tmp_path):
         load_tokenizer(damaged)
 
 
+def test_an_architecture_that_is_no_text_is_named(tiny_gguf, tmp_path):
+    key = b"general.architecture"
+    content = bytearray(tiny_gguf.read_bytes())
+    content[content.index(key) + len(key) + 4 + 8] = 0x99  # behind the type and the length
+    damaged = tmp_path / "a.gguf"
+    damaged.write_bytes(content)
+    with pytest.raises(FormatError, match=r"`model`: .*a\.gguf is damaged: .*can't decode byte"):
+        CausalLM(damaged)
+
+
 def test_another_format_under_that_name_is_named(tiny_llama, tmp_path):
     shutil.copy(tiny_llama / "model.safetensors", tmp_path / "x.gguf")
     with pytest.raises(FormatError, match=r"x\.gguf is damaged"):
