@@ -31,8 +31,11 @@ from mrp_lightning.models.checkpoint import (
 )
 from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.records import report as pruning_report
+from mrp_lightning.records.grid_file import NAME as GRID
+from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.plan import not_finite
+from mrp_sparse.formats.grid import GridParameters
 
 Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 """Called with items, their number if known, and a description: iterates with a progress bar."""
@@ -125,6 +128,14 @@ class Checkpoint:
         name_in_model = names_in_model(model, get_model_conversion_mapping(model))
         for stored, tensor in self.tensors():
             yield (stored, *name_in_model(stored), tensor)
+
+    def grid_parameters(self) -> dict[str, GridParameters]:
+        """Read the grid parameters that the pruning kept, by the names of layers.
+
+        Raises:
+            FormatError: Their file is damaged.
+        """
+        return load_parameters(self.path / GRID)
 
     def require_dense(self) -> None:
         """Raise a FormatError if the weights are packed or quantized."""

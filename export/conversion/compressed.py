@@ -6,7 +6,7 @@ are not on such a grid raises, and the written files are read back and compared 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from export.conversion.writing import write_converted
 from mrp_lightning.errors import OptionError, ParityError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.targets.blocks import matches, require_matches
-from mrp_sparse.formats.grid import Grid, ScaleType
+from mrp_sparse.formats.grid import Grid, GridParameters, ScaleType
 
 FORMAT = "compressed-tensors"
 _GROUPS = (128, 64, 32)
@@ -37,12 +37,14 @@ class Compressed:
         bits: Bits of a weight: 4 or 8.
         group_size: Columns that share a scale; −1 for all of a row.
         ignored: The names of the other linear layers.
+        known: The grid parameters that the pruning kept, by the names of layers.
     """
 
     layers: Sequence[LayerChoice]
     bits: int
     group_size: int
     ignored: Sequence[str]
+    known: Mapping[str, GridParameters]
 
     def grid(self, shape: tuple[int, int], dtype: torch.dtype) -> Grid:
         """Return the grid of a layer: scales are numbers of the weight's dtype."""
@@ -101,7 +103,7 @@ def choose_compressed(
         if name in linear and not any(matches(name, pattern) for pattern in skip)
     }
     group_size, misfits = _group_size(claims.grid.group_size, [linear[n] for n in expected]), {}
-    layers, bits = [], _BITS[0]
+    layers, bits, known = [], _BITS[0], checkpoint.grid_parameters()
     tensors = track(checkpoint.parameters(model), checkpoint.num_tensors, "finding codes")
     for stored, parameter, is_converted, tensor in tensors:
         name, _, kind = parameter.rpartition(".")
@@ -110,7 +112,7 @@ def choose_compressed(
         shape = (tensor.shape[0], tensor.shape[1])
         # All layers of a file have the same bits: a layer off the 4-bit grid makes it 8 for all.
         # Codes of earlier layers are codes of 8 bits, too.
-        while (off := _off(tensor, bits, group_size)) and bits < _BITS[-1]:
+        while (off := _off(tensor, bits, group_size, known.get(name))) and bits < _BITS[-1]:
             bits = _BITS[-1]
         if off:
             # Products that were rounded to bfloat16 are off the grid in a wider dtype.
@@ -127,14 +129,16 @@ def choose_compressed(
             f"int4-g64, int4-g128 or with `bits`, or leave layers dense with --skip:\n{listed}"
         )
     packed = {layer.name for layer in layers}
-    return Compressed(layers, bits, group_size, [name for name in linear if name not in packed])
+    ignored = [name for name in linear if name not in packed]
+    return Compressed(layers, bits, group_size, ignored, known)
 
 
 def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> Iterator[str]:
     """Write the checkpoint into an empty directory, yielding layers' names as they go."""
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
-        codes, scales = chosen.grid(layer.shape, layer.dtype).decompose(tensor)
+        grid = chosen.grid(layer.shape, layer.dtype)
+        codes, scales = grid.decompose(tensor, chosen.known.get(layer.name))
         start = layer.tensor.removesuffix("weight")
         return {
             f"{start}weight_packed": _pack(codes, chosen.bits),
@@ -195,10 +199,10 @@ def _grid(bits: int, group_size: int, columns: int, dtype: torch.dtype) -> Grid:
     return Grid(bits, size, codebook, ScaleType(significant), f"int{bits}-g{size}")
 
 
-def _off(weight: Tensor, bits: int, group_size: int) -> str | None:
+def _off(weight: Tensor, bits: int, group_size: int, known: GridParameters | None) -> str | None:
     """Return how many groups of a weight are off the grid of `bits` bits; None if all are on it."""
     grid = _grid(bits, group_size, weight.shape[1], weight.dtype)
-    fits = grid.fit(weight)[2]
+    fits = grid.fit(weight, known)[2]
     missing = int((~fits).sum())
     return f"{missing} of {fits.numel()} groups are no multiples of a scale" if missing else None
 

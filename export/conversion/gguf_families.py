@@ -6,6 +6,7 @@ are not listed here need a GGUF file of the model; see `gguf_layout`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gguf
@@ -83,7 +84,7 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors = {}
+    tensors, parameters, known = {}, {}, checkpoint.grid_parameters()
     for name, parameter in model.state_dict().items():
         # Without a head in the file, llama.cpp uses the embeddings.
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -92,12 +93,15 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
         if stored is None:
             raise OptionError(f"llama.cpp's {family.architecture} has no {name}. {_REMEDY}")
         kind = stored.split(".")[-2]
-        tensor = parameter
+        tensor, of_layer = parameter, known.get(name.removesuffix(".weight"))
         if family.rotates and kind in heads:
-            tensor = rotated(parameter, heads[kind])
+            arrange = partial(rotated, heads=heads[kind])
+            tensor, of_layer = arrange(parameter), of_layer and of_layer.map(arrange)
         elif family.adds_one and kind.endswith("norm"):
             tensor = parameter.float() + 1
         tensors[stored] = tensor
+        if of_layer is not None:
+            parameters[stored] = of_layer
     write_tokenizer = _tokenizer(checkpoint, config)
     rope, tables = _positions(config, model)
 
@@ -120,7 +124,7 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
         family.fields(writer, config)
         write_tokenizer(writer)
 
-    return Layout(family.architecture, tensors, write_fields, tables)
+    return Layout(family.architecture, tensors, write_fields, tables, parameters)
 
 
 Tables = dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]

@@ -81,7 +81,8 @@ def write_gguf(
     encoded = {}
     for name, tensor in layout.tensors.items():
         of_tensor = vocabulary if name in _VOCABULARY else kind
-        stored = encode(name, tensor, "f32" if tensor.ndim == 1 else of_tensor)
+        of_tensor = "f32" if tensor.ndim == 1 else of_tensor
+        stored = encode(name, tensor, of_tensor, layout.parameters.get(name))
         writer.add_tensor(name, stored.content, raw_dtype=stored.kind.stored_as)
         encoded[name] = stored
     for name, (content, stored_as) in layout.tables.items():

@@ -23,6 +23,7 @@ from export.conversion.checkpoint import Checkpoint
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
 from mrp_lightning.upstream.other_names import bounded_gguf
+from mrp_sparse.formats.grid import GridParameters
 
 _OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 """Metadata whose defaults depend on the number of heads."""
@@ -41,6 +42,7 @@ class Layout:
         tensors: The weights as arranged in the file, by their names in the file.
         write_fields: Adds the metadata and the tokenizer to a writer.
         tables: Tensors that are no weights, such as frequencies, and their types.
+        parameters: The grid parameters of weights, arranged like these, by their names in the file.
     """
 
     architecture: str
@@ -49,6 +51,7 @@ class Layout:
     tables: Mapping[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]] = field(
         default_factory=dict
     )
+    parameters: Mapping[str, GridParameters] = field(default_factory=dict)
 
 
 def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
@@ -79,6 +82,7 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
             f"`--like`: {like} and {checkpoint.path} do not hold the same weights. In one of them "
             f"only: {', '.join(unmatched[:5])}."
         )
+    known = checkpoint.grid_parameters()
     arranged = {each.stored: each.arranged(state[each.name], config) for each in locations}
     sizes = _sizes(arranged, config, source)
     return Layout(
@@ -90,6 +94,11 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
             t.name: (np.array(t.data), t.tensor_type)
             for t in reader.tensors
             if t.name not in arranged
+        },
+        {
+            each.stored: of_layer.map(each.arranged_rows(config))
+            for each in locations
+            if (of_layer := known.get(each.name.removesuffix(".weight"))) is not None
         },
     )
 
@@ -104,6 +113,15 @@ class _Location:
 
     def arranged(self, parameter: Tensor, config: PreTrainedConfig) -> Tensor:
         return self.arrangement(parameter, _heads(self.stored, config))
+
+    def arranged_rows(self, config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
+        """Return a function that arranges tensors (rows, ...) of a layer as the rows of its weight.
+
+        A weight that is stored transposed has its rows in the same order.
+        """
+        if self.arrangement is not rotated:
+            return lambda tensor: tensor
+        return lambda tensor: rotated(tensor, _heads(self.stored, config))
 
 
 def _locations(

@@ -1,8 +1,9 @@
 """The tensor types of GGUF files: exact if a type can hold a weight, else rounded.
 
 A type with codes and scales holds a weight exactly if reading the file, and casting to the
-checkpoint's dtype, returns the same bits. Codes and scales are recovered from the weight
-(`Grid.fit`): quantising again would change them, since gguf's own quantisers choose other scales.
+checkpoint's dtype, returns the same bits. Codes follow from the parameters that the pruning kept;
+without them, codes and scales are recovered from the weight (`Grid.fit`). Quantising again would
+change them, since gguf's own quantisers choose other scales.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from mrp_lightning.errors import OptionError, ParityError
-from mrp_sparse.formats.grid import GRIDS, Grid
+from mrp_sparse.formats.grid import GRIDS, Grid, GridParameters
 
 AUTO = "auto"
 _FIRST = 4  # rows for a quick check, which most weights off the grid fail
@@ -129,13 +130,14 @@ TYPES = {
 """The types by name, the smallest first."""
 
 
-def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
+def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None = None) -> Encoded:
     """Encode a parameter in a type, exactly if the type can hold it, else rounded.
 
     Args:
         name: The name of the tensor in the file, for messages.
         parameter: (..., columns), floating point.
         kind: The name of a type, or auto for the smallest type that holds the parameter exactly.
+        known: The parameters on a grid with which the parameter was made, if they are known.
 
     Raises:
         OptionError: The type cannot hold the parameter, and gguf has no rounding to it.
@@ -143,9 +145,9 @@ def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
     """
     if kind != AUTO:
         gguf_type = TYPES[kind]
-        return _exact(parameter, gguf_type) or _rounded(name, parameter, gguf_type)
+        return _exact(parameter, gguf_type, known) or _rounded(name, parameter, gguf_type)
     for each in TYPES.values():
-        if (encoded := _exact(parameter, each)) is not None:
+        if (encoded := _exact(parameter, each, known)) is not None:
             return encoded
     raise OptionError(
         f"{name} holds {parameter.dtype} values that no type of a GGUF file holds to the bit. Name "
@@ -153,7 +155,7 @@ def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
     )
 
 
-def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
+def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> Encoded | None:
     """Return the parameter encoded exactly in a type; None if the type cannot hold it."""
     matrix = parameter.detach().reshape(-1, parameter.shape[-1])
     if torch.equal(matrix.bfloat16().to(matrix.dtype), matrix):
@@ -162,18 +164,31 @@ def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
         content = quantize(matrix.float().numpy(), kind.stored_as)
         decoded = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))
         is_exact = bool(torch.equal(decoded.to(matrix.dtype), matrix))
-    elif kind.grid.divides(matrix.shape[1]) and kind.grid.fit(matrix[:_FIRST])[2].all():
-        codes, scales, fits = kind.grid.fit(matrix)
-        is_exact = bool(fits.all())
-        if is_exact:
+    else:
+        on_grid = _on_grid(matrix, kind.grid, known)
+        is_exact = on_grid is not None
+        if on_grid is not None:
+            codes, scales = on_grid
             blocks = codes.numpy().astype(np.int64).reshape(-1, kind.grid.columns_together)
             of_blocks = scales.numpy().reshape(-1, kind.grid.together)
             content = kind.pack(blocks, of_blocks).reshape(len(matrix), -1)
-    else:
-        is_exact = False
     if not is_exact:
         return None
     return Encoded(content.reshape(*parameter.shape[:-1], -1), kind)
+
+
+def _on_grid(
+    matrix: Tensor, grid: Grid, known: GridParameters | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales that give a matrix to the bit; None if there are none."""
+    if not grid.divides(matrix.shape[1]):
+        return None
+    if known is not None and (codes := grid.codes_of(matrix, known)) is not None:
+        return codes, known.scales
+    if not grid.fit(matrix[:_FIRST])[2].all():
+        return None
+    codes, scales, fits = grid.fit(matrix)
+    return (codes, scales) if bool(fits.all()) else None
 
 
 def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:

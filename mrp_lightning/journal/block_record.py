@@ -13,8 +13,10 @@ from torch import Tensor
 
 from mrp_lightning.errors import JournalError
 from mrp_lightning.json_files import as_dataclass
+from mrp_lightning.records.grid_file import save_parameters
 from mrp_lightning.records.report import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
+from mrp_sparse.formats.grid import GridParameters
 
 _KEY = "record"
 """The key, in the metadata of a file, of a record's content other than weights."""
@@ -31,12 +33,15 @@ class BlockRecord:
         block: The row of the block itself, `None` without tuning and allocation.
         weights: The parameters of pruned layers, and of others that were tuned, by their names in
             the checkpoint.
+        grid: The parameters of its layers on the grid of an engine, which the journal stores in a
+            file of their own: the file of a streamed block becomes one of the checkpoint.
     """
 
     name: str
     rows: list[LayerReport] = field(default_factory=list)
     block: BlockReport | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
+    grid: dict[str, GridParameters] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -99,9 +104,13 @@ class BlockRecord:
             content["block"] = self.block.to_dict()
         save_file(self.weights, file, {"format": "pt", _KEY: json.dumps(content)})
 
+    def save_grid(self, file: Path) -> None:
+        """Write the parameters of the block's grid."""
+        save_parameters(self.grid, file, {_KEY: "grid"})
+
     @staticmethod
     def is_in(file: Path) -> bool:
-        """Return whether `save` wrote a file, wholly or in part, by its header.
+        """Return whether `save` or `save_grid` wrote a file, wholly or in part, by its header.
 
         The weights are not read: a process that was killed may have written a part of them.
         """

@@ -36,6 +36,7 @@ from mrp_lightning.journal.manifest import (
     digest,
 )
 from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.layers import Layer
 
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 _LOCK = ".lock"
 _BLANK_BYTES = 4096
 _TEMPORARY = re.compile(r"\.tmp\w{6}")
-_BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
+_BLOCK = re.compile(r"block-\d{5,}(-grid)?\.safetensors(?P<part>\.partial)?")
 
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
@@ -134,7 +135,8 @@ def _blocks(path: Path) -> list[Path]:
     files of zeros, which a power failure may leave in place of a file that was being written.
     """
     try:
-        listed = {entry.file for entry in Manifest.load(path).shards.values()}
+        shards = Manifest.load(path).shards.values()
+        listed = {name for entry in shards for name in entry.checksums}
     except (JournalError, OSError):
         listed = set()
     return [
@@ -255,9 +257,9 @@ class Journal(AbstractContextManager["Journal"]):
         """Read the record of a step, `None` if the step is not done."""
         if step not in self:
             return None
+        record = None if self._processes.rank else self._load(step)
         if self._processes.size == 1:
-            return BlockRecord.load(self.file(step))
-        record = None if self._processes.rank else BlockRecord.load(self.file(step))
+            return record
         weights = {} if record is None else record.weights
         kinds = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
         header = None if record is None else (replace(record, weights={}), kinds)
@@ -291,6 +293,10 @@ class Journal(AbstractContextManager["Journal"]):
             record.restore(layers, before_change, tuned)
         return record
 
+    def _load(self, step: int) -> BlockRecord:
+        grid_file = self.path / self.manifest.shards[step].grid_file
+        return replace(BlockRecord.load(self.file(step)), grid=load_parameters(grid_file))
+
     def file(self, step: int) -> Path:
         """Return the file of a finished step."""
         return self.path / self.manifest.shards[step].file
@@ -312,19 +318,17 @@ class Journal(AbstractContextManager["Journal"]):
             record = replace(record, weights=streamed.tensors(record.name))
         record = record.on_cpu()
         file = self.path / f"block-{step:05}.safetensors"
-        partial = file.with_name(f"{file.name}.partial")
         try:
-            partial.unlink(missing_ok=True)  # else a link would be followed
-            record.save(partial)
-            entry = Entry(file.name, sha256_of(partial), digest(sorted(record.weights.items())))
-            move_durably(partial, file)
+            checksum = self._store(file, record.save)
+            entry = Entry(file.name, checksum, digest(sorted(record.weights.items())))
+            if record.grid:
+                grid_file = self.path / entry.grid_file
+                entry = replace(entry, grid=self._store(grid_file, record.save_grid))
             self._keep(step, entry)
             self.manifest.seconds = time.monotonic() - self._start
             self.manifest.cpu_seconds = time.process_time() - self._cpu_start
             self.manifest.save(self.path)
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise SaveError(
                 f"{record.name or 'What was done'} is pruned, but could not be kept in the journal "
                 f"{self.path}: {error}. Make room there, and start the same run again: it goes on "
@@ -332,6 +336,23 @@ class Journal(AbstractContextManager["Journal"]):
             ) from error
         if streamed is not None:
             streamed.read_from(record.name, file)
+
+    def _store(self, file: Path, save: Callable[[Path], None]) -> str:
+        """Write a file by a function, move it into place when it is whole, and return its checksum.
+
+        After an error nothing of it is left.
+        """
+        partial = file.with_name(f"{file.name}.partial")
+        try:
+            partial.unlink(missing_ok=True)  # else a link would be followed
+            save(partial)
+            checksum = sha256_of(partial)
+            move_durably(partial, file)
+        except (OSError, SafetensorError):
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        return checksum
 
     def allocate(self, allocation: dict[str, dict[str, float]]) -> None:
         """Store the allocated sparsities of blocks and layers."""
@@ -387,10 +408,11 @@ class Journal(AbstractContextManager["Journal"]):
         self._start -= earlier.seconds
         self._cpu_start -= earlier.cpu_seconds
         for step, entry in earlier.shards.items():
-            file = self.path / entry.file
-            if not file.is_file() or sha256_of(file) != entry.sha256:
-                log.warning("%s is damaged or missing. Its block is pruned again.", file)
-                self._damaged.add(step)
+            for name, checksum in entry.checksums.items():
+                file = self.path / name
+                if not file.is_file() or sha256_of(file) != checksum:
+                    log.warning("%s is damaged or missing. Its block is pruned again.", file)
+                    self._damaged.add(step)
 
     def _keep(self, step: int, entry: Entry) -> None:
         """Add an entry. If it differs from an earlier, damaged one, drop all later entries."""

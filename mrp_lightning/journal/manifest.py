@@ -95,11 +95,23 @@ class Entry:
         file: The name of the shard in the journal.
         sha256: The checksum of the file.
         weights: The digest of the tensors in it; see `digest`.
+        grid: The checksum of the file of the block's grid parameters; None if it has none.
     """
 
     file: str
     sha256: str
     weights: str
+    grid: str | None = None
+
+    @property
+    def grid_file(self) -> str:
+        """The name of the file of the block's grid parameters."""
+        return self.file.replace(".safetensors", "-grid.safetensors")
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The checksums of the block's files, by name."""
+        return {self.file: self.sha256} | ({self.grid_file: self.grid} if self.grid else {})
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 """Save a pruned or trained LightningModule, and keep a pruned one in memory until it is saved."""
 
+import logging
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
-from mrp_lightning.errors import OptionError, SaveError
+from mrp_lightning.errors import FormatError, OptionError, SaveError
 from mrp_lightning.files import BESIDE, output_path, visible_files
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import digest
@@ -32,10 +33,15 @@ from mrp_lightning.models.integrity import check_class
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.records.grid_file import NAME as GRID
+from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.targets.plan import pruned_layers
 from mrp_lightning.upstream.torch_names import without_compiled
+from mrp_sparse.formats.grid import GridParameters
+
+log = logging.getLogger(__name__)
 
 
 def check_save_dir(
@@ -230,10 +236,26 @@ def _save_pruned(
             # Copies, since safetensors refuses tensors that share memory.
             tensors = {name: x.detach().clone().contiguous() for name, x in extra.items()}
             save_file(tensors, staging / BESIDE, metadata={"format": "pt"})
+        if grid := _parameters_of_sources(module, report) | report.grid:
+            save_parameters(grid, staging / GRID)
         _save_report(report, staging)
     if streamed is not None:
         written = output_path(directory)
         streamed.settle({name: written / file for name, file in files.items()})
+
+
+def _parameters_of_sources(
+    module: LightningModule, report: PruningReport
+) -> dict[str, GridParameters]:
+    """Return the grid parameters of layers that an earlier pruning wrote and this one left."""
+    parameters: dict[str, GridParameters] = {}
+    for source in _sources_of(module):
+        try:
+            parameters |= load_parameters(source / GRID)
+        except FormatError as error:  # the model is pruned by now, and is to be saved
+            log.warning("The grid parameters of the model's other layers are lost: %s", error)
+    pruned = {row.name for row in report.pruned}
+    return {name: of_layer for name, of_layer in parameters.items() if name not in pruned}
 
 
 def save_trained(

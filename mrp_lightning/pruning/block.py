@@ -234,7 +234,7 @@ class LayerSolver(_HessianRemover):
             if not layer_group:
                 continue
             block.report_progress(layer_group[0].name)
-            new_rows = prune_layers(
+            new_rows, parameters = prune_layers(
                 layer_group,
                 calibrated,
                 [
@@ -246,6 +246,7 @@ class LayerSolver(_HessianRemover):
             )
             for row in new_rows:
                 block.add(row)
+            block.job.report.grid |= parameters
             block.report_progress(layer_group[-1].name)
         if narrowed and not waits:
             self._put_on_grid(block, narrowed, calibrated.inputs)
@@ -261,7 +262,7 @@ class LayerSolver(_HessianRemover):
     ) -> None:
         """Quantise layers that have a row in the report and share an input."""
         rows = {row.name: row for row in block.job.report.pruned}
-        replaced = put_layers_on_grid(
+        replaced, parameters = put_layers_on_grid(
             layers,
             inputs,
             self._recipe,
@@ -270,6 +271,7 @@ class LayerSolver(_HessianRemover):
             processes=block.job.processes,
         )
         block.job.report.replace(replaced)
+        block.job.report.grid |= parameters
 
 
 class UnitRemover(_HessianRemover):

@@ -4,7 +4,7 @@ import math
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.targets.layers import Layer
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import Grid, GridParameters
 
 _TIMED_STEPS = 3
 _SIZE = 0.1
@@ -113,7 +113,7 @@ class BlockTuner:
         trained, held_out = self._split()
         if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
             return report
-        weights = _KeptWeights(layers) if self.grid is None else _Scales(layers, self.grid)
+        known, weights = self.job.report.grid, self._weights(layers)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         # Seeded by the block's name, so that a resumed run draws the same order.
@@ -149,6 +149,8 @@ class BlockTuner:
         with torch.no_grad():
             for parameter in weights.parameters:
                 self.processes.like_first_(parameter)
+        for layer, parameters in weights.grid.items():
+            known[layer] = parameters.map(self._of_first)
         return replace(
             report,
             error_before=untuned,
@@ -156,6 +158,15 @@ class BlockTuner:
             epoch=best_epoch,
             seconds=time.perf_counter() - start,
         )
+
+    def _weights(self, layers: Sequence[Layer]) -> "_Tuned":
+        if self.grid is None:
+            return _KeptWeights(layers)
+        return _Scales(layers, self.grid, self.job.report.grid)
+
+    def _of_first(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the first process, on the CPU."""
+        return self.processes.like_first_(tensor.to(self.processes.device).contiguous()).cpu()
 
     def _split(self) -> tuple[list[_Windows], list[_Windows]]:
         """Split the windows into those to train on and the last ones, which are held out."""
@@ -258,6 +269,8 @@ class _Tuned(ABC):
     Attributes:
         parameters: The parameters of the layers.
         masters: What the optimizer changes, in float32 (or float64).
+        grid: The parameters on their grid of the layers' best weights, by the names of layers;
+            empty for free weights, and for grids whose values give them back.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -266,6 +279,7 @@ class _Tuned(ABC):
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self._best = [p.detach().clone() for p in self.parameters]
+        self.grid: dict[str, GridParameters] = {}
 
     @abstractmethod
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
@@ -341,14 +355,20 @@ class _Scales(_Tuned):
     Args:
         layers: The layers, which are on the grid.
         grid: The grid.
+        known: The parameters of layers on the grid, by name, as far as they are known.
     """
 
-    def __init__(self, layers: Sequence[Layer], grid: Grid) -> None:
-        self._grid = grid
+    def __init__(
+        self, layers: Sequence[Layer], grid: Grid, known: Mapping[str, GridParameters]
+    ) -> None:
+        self._grid, self._known, self._written = grid, known, dict[str, GridParameters]()
         super().__init__(layers)
 
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
-        self._layers = [(layer, *self._grid.decompose(layer.weight)) for layer in layers]
+        self._layers = [
+            (layer, *self._grid.decompose(layer.weight, self._known.get(layer.name)))
+            for layer in layers
+        ]
         self._units = [self._grid.units(scales) for _, _, scales in self._layers]
         return [torch.zeros_like(scales, requires_grad=True) for _, _, scales in self._layers]
 
@@ -366,6 +386,12 @@ class _Scales(_Tuned):
         ):
             changed = self._grid.round_scales(scales * (1 + master / _SIZE), units)
             layer.write_(codes * self._grid.spread(changed, layer.columns))
+            if layer.name in self._known:
+                self._written[layer.name] = GridParameters(changed)
+
+    def keep(self) -> None:
+        super().keep()
+        self.grid = dict(self._written)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
 from mrp_lightning.solver.quantisation import put_on_grid
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
+from mrp_sparse.formats.grid import GridParameters
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +50,24 @@ class Calibrated:
     aim: Aim | None = None  # None without `target: dense`
 
 
+Pruned = tuple[list[LayerReport], dict[str, GridParameters]]
+"""Rows of the report, and the parameters of layers on the grid of an engine by their names."""
+
+
 def prune_layers(
     layers: Sequence[Layer],
     calibrated: Calibrated,
     recipes: Sequence[Recipe],
     progress: Callable[[Layer, str], None] = lambda _, __: None,
     processes: Processes = ALONE,
-) -> list[LayerReport]:
-    """Prune layers that share an input in place, and return their rows of the report.
+) -> Pruned:
+    """Prune layers that share an input in place.
 
     Each weight is written in one copy at the end. All processes, which share the rows, must call
     this. `progress` is called with a layer and the progress of its long solution, in words.
+
+    Returns:
+        The rows of the layers in the report, and their parameters on the grid of an engine.
 
     Raises:
         HessianError: The Hessian is unusable.
@@ -99,7 +107,21 @@ def prune_layers(
         )
     for layer, solution in zip(layers, solutions, strict=True):
         layer.write_(solution.weight)
-    return rows
+    parameters = [solution.grid_parameters for solution in solutions]
+    return rows, _by_name(layers, recipes[0], parameters)
+
+
+def _by_name(
+    layers: Sequence[Layer], recipe: Recipe, parameters: Sequence[GridParameters | None]
+) -> dict[str, GridParameters]:
+    """Return parameters by the names of layers; none for grids whose values give them back.
+
+    Products of the grids of `bits` are exact in bfloat16, those of engines' types are not.
+    """
+    if recipe.grid is None or recipe.grid.name is None:
+        return {}
+    pairs = zip(layers, parameters, strict=True)
+    return {layer.name: of_layer for layer, of_layer in pairs if of_layer is not None}
 
 
 def _row(
@@ -147,18 +169,18 @@ def put_layers_on_grid(
     rows: Sequence[LayerReport],
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
-) -> list[LayerReport]:
+) -> Pruned:
     """Quantise pruned and tuned layers that share an input, in place.
 
     `inputs` is the Hessian with which the layers were pruned, and `rows` their rows of the report.
-    Returns the rows with the loss of quantisation added.
+    Returns the rows with the loss of quantisation added, and the layers' parameters.
     """
     assert recipe.grid is not None
     weights = [layer.weight.contiguous() for layer in layers]
     with measured(weights[0].device) as used:
         quantised = put_on_grid(weights, inputs, recipe, progress, processes=processes)
     replaced = []
-    for layer, row, dense, (weight, lost) in zip(layers, rows, weights, quantised, strict=True):
+    for layer, row, dense, (weight, _, lost) in zip(layers, rows, weights, quantised, strict=True):
         layer.write_(weight)
         assert row.loss is not None
         whole = row.loss + lost
@@ -176,7 +198,7 @@ def put_layers_on_grid(
                 grid_loss=lost,
             )
         )
-    return replaced
+    return replaced, _by_name(layers, recipe, [parameters for _, parameters, _ in quantised])
 
 
 def _fraction(selected: Tensor) -> float:

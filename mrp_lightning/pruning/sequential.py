@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -148,6 +149,7 @@ class _Walker:
         if record is None:
             return False
         self.report.extend(record.rows, record.block)
+        self.report.grid |= record.grid
         self.report.resumed_blocks += 1
         return True
 
@@ -157,7 +159,9 @@ class _Walker:
         if self.job.journal is not None and block.layers:
             rows = self.report.rows_since(block.first_row)
             record = BlockRecord.of(block.name or "", block.layers, rows, row, block.tuned)
-            self.job.journal.write(step, record)
+            grid = self.report.grid
+            grid = {row.name: grid[row.name] for row in rows if row.name in grid}
+            self.job.journal.write(step, replace(record, grid=grid))
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
         settings = self.job.settings

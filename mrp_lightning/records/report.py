@@ -13,6 +13,7 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.solver.recipe import Recipe
+from mrp_sparse.formats.grid import GridParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +190,8 @@ class PruningReport:
             that before the removal.
         resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
             outside the blocks count as one block; `seconds` includes that run.
+        grid: The parameters of layers on the grid of an engine, by their names. They are written
+            in a file of their own, see `grid_file`, and are empty in a report that was read.
     """
 
     config: dict[str, Any]
@@ -205,6 +208,7 @@ class PruningReport:
     model_weights: int | None = None
     resumed_blocks: int = 0
     narrowed: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, GridParameters] = field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Return a table of the layers, for a terminal."""

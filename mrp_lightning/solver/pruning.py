@@ -22,9 +22,10 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Given, Joint, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, check_weight
-from mrp_lightning.solver.quantisation import on_grid
+from mrp_lightning.solver.quantisation import gather_parameters, on_grid
 from mrp_lightning.solver.recipe import Method, Recipe
 from mrp_sparse.arguments import checked
+from mrp_sparse.formats.grid import GridParameters
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Solution:
             than this one without compensation; usually None. See `prune_weight`.
         zeros_loss: With `bits`, the loss before the kept weights are put on their grid; None
             without `bits`.
+        grid_parameters: The scales of the weight on its grid, on the CPU; None without a grid.
     """
 
     weight: Tensor
@@ -65,6 +67,7 @@ class Solution:
     target_loss: float | None = None
     fallback_mask: str | None = None
     zeros_loss: float | None = None
+    grid_parameters: GridParameters | None = None
 
     @property
     def grid_loss(self) -> float | None:
@@ -196,6 +199,7 @@ class _Solved:
     target_loss: float
     fallback_mask: str | None
     zeros_loss: float | None = None
+    grid_parameters: GridParameters | None = None  # of the rows of this process
 
 
 def prune(
@@ -275,15 +279,15 @@ def _on_grid(solved: list[_Solved]) -> list[_Solved]:
     """
     first, results = solved[0], [layer.result for layer in solved]
     assert first.task.recipe.grid is not None
-    rounded = on_grid(
+    rounded, parameters = on_grid(
         first.problem,
         torch.cat([result.weight for result in results]),
         torch.cat([result.pruned for result in results]),
         first.task.recipe.grid,
     )
-    finished = []
-    for layer, weight in zip(
-        solved, rounded.split([len(result.weight) for result in results]), strict=True
+    finished, sizes = [], [len(result.weight) for result in results]
+    for layer, weight, of_layer in zip(
+        solved, rounded.split(sizes), parameters.split(sizes), strict=True
     ):
         problem, dtype = layer.problem, layer.task.weight.dtype
         zeros_loss = layer.target_loss
@@ -292,7 +296,13 @@ def _on_grid(solved: list[_Solved]) -> list[_Solved]:
         result = replace(layer.result, weight=weight)
         target_loss = problem.loss(result.cast(dtype), problem.weight)
         finished.append(
-            replace(layer, result=result, target_loss=target_loss, zeros_loss=zeros_loss)
+            replace(
+                layer,
+                result=result,
+                target_loss=target_loss,
+                zeros_loss=zeros_loss,
+                grid_parameters=of_layer,
+            )
         )
     return finished
 
@@ -314,7 +324,9 @@ def _solution(layer: _Solved, processes: Processes) -> Solution:
             f"{inputs.label}: the compensated weight is out of the range of {weight.dtype}. "
             "Raise `damping`, calibrate on more tokens, or take a wider dtype."
         )
-    aims = task.target is not None
+    aims, parameters = task.target is not None, layer.grid_parameters
+    if parameters is not None:
+        parameters = gather_parameters(parameters, rows, processes)
     return Solution(
         weight=gathered,
         pruned=processes.gather_rows(result.pruned.contiguous(), rows),
@@ -327,6 +339,7 @@ def _solution(layer: _Solved, processes: Processes) -> Solution:
         target_loss=layer.target_loss if aims else None,
         fallback_mask=layer.fallback_mask,
         zeros_loss=layer.zeros_loss,
+        grid_parameters=parameters,
     )
 
 

@@ -22,7 +22,7 @@ from mrp_lightning.solver.hessian import DampedHessian, InputHessian
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.recipe import Recipe
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import Grid, GridParameters
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """The scales in the search, relative to the one that maps the largest weight to the largest
@@ -35,7 +35,9 @@ _SCALES_AT_A_TIME = 2**20
 """The number of elements of the temporaries of a search for scales."""
 
 
-def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Tensor:
+def on_grid(
+    problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid
+) -> tuple[Tensor, GridParameters]:
     """Quantise the kept weights to the grid, so that the loss relative to `weight` is small.
 
     Args:
@@ -45,11 +47,12 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
         grid: The grid.
 
     Returns:
-        The weight on the grid, (rows, columns), in the dtype of `weight`. The loss of each row is
-        at most that after the column sweep alone.
+        The weight on the grid, (rows, columns), in the dtype of `weight`, and its parameters, in
+        float32. The loss of each row is at most that after the column sweep alone.
     """
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
     quantised = torch.empty_like(weight)
+    scales = weight.new_empty(len(weight), grid.groups(weight.shape[1]), dtype=torch.float32)
 
     def quantise(rows: slice) -> None:
         # Transposed, so that a column of the weight is contiguous.
@@ -57,16 +60,17 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
         kept = (~pruned[rows].T).to(damped.dtype).contiguous()
         descent = _Descent(target * kept, kept, damped, grid)
         descent.sweep()
-        x, loss = descent.x, descent.losses()
+        x, loss, swept_scales = descent.x, descent.losses(), descent.scales.clone()
         for number in range(_PASSES):
             descent.improve()
             problem.progress(f"pass {number + 1}/{_PASSES} on the grid")
         # Descent increases the loss only by rounding errors, whose rows keep the sweep's result.
         better = descent.losses() < loss
         quantised[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
+        scales[rows] = torch.where(better, descent.scales, swept_scales).T.float()
 
     by_rows(quantise, *weight.shape)
-    return quantised
+    return quantised, GridParameters(scales)
 
 
 def put_on_grid(
@@ -76,13 +80,14 @@ def put_on_grid(
     progress: Callable[[str], None] = lambda _: None,
     *,
     processes: Processes = ALONE,
-) -> list[tuple[Tensor, float]]:
+) -> list[tuple[Tensor, GridParameters, float]]:
     """Quantise pruned weights that share an input to the recipe's grid; zeros stay zero.
 
     The processes share the rows as in `prune_together`.
 
     Returns:
-        The weights on the grid, each with its loss ½·tr(δ H δᵀ) relative to the given weight.
+        The weights on the grid, each with its parameters and with its loss ½·tr(δ H δᵀ) relative to
+        the given weight.
     """
     for weight in weights:
         check_weight(weight, inputs)
@@ -93,15 +98,22 @@ def put_on_grid(
         pruned = torch.zeros_like(stacked, dtype=torch.bool)
         if not isinstance(recipe.pattern, Dense):
             pruned = stacked == 0
-        quantised = on_grid(problems[0], stacked, pruned, recipe.grid)
-        shares = quantised.split([len(problem.weight) for problem in problems])
+        quantised, parameters = on_grid(problems[0], stacked, pruned, recipe.grid)
+        sizes = [len(problem.weight) for problem in problems]
+        shares = zip(quantised.split(sizes), parameters.split(sizes), strict=True)
         return [
             (
                 processes.gather_rows(share.to(weight.dtype).contiguous(), len(weight)),
+                gather_parameters(of_share, len(weight), processes),
                 problem.loss(share.to(weight.dtype), problem.weight),
             )
-            for share, weight, problem in zip(shares, weights, problems, strict=True)
+            for (share, of_share), weight, problem in zip(shares, weights, problems, strict=True)
         ]
+
+
+def gather_parameters(share: GridParameters, rows: int, processes: Processes) -> GridParameters:
+    """Concatenate the parameters of the rows of all processes, on the CPU."""
+    return share.map(lambda tensor: processes.gather_rows(tensor.contiguous(), rows).cpu())
 
 
 class _Descent:

@@ -6,7 +6,7 @@ formats, `GRIDS` those of the types that engines read: the solver is the same fo
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -59,6 +59,25 @@ class ScaleType:
 _FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
 _BFLOAT16 = ScaleType(8)
 _POWER_OF_TWO = ScaleType(1, 2.0**-126, 2.0**126)
+
+
+@dataclass(frozen=True, eq=False)
+class GridParameters:
+    """The numbers beside the codes of a weight on a grid.
+
+    Attributes:
+        scales: (rows, groups), floating point.
+    """
+
+    scales: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "GridParameters":
+        """Return the parameters with a function applied to each tensor."""
+        return GridParameters(function(self.scales))
+
+    def split(self, sizes: list[int]) -> list["GridParameters"]:
+        """Return the parameters of consecutive numbers of rows."""
+        return [GridParameters(scales) for scales in self.scales.split(sizes)]
 
 
 @dataclass(frozen=True)
@@ -188,7 +207,47 @@ class Grid:
         codes = _nearest_codes(self.codebook, ratios.dtype, ratios.device)
         return ratios.copy_(codes[halves.long()])
 
-    def decompose(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def codes_of(self, weight: Tensor, parameters: GridParameters) -> Tensor | None:
+        """Return the codes of a weight for its known parameters, None unless they give its bits.
+
+        Args:
+            weight: (rows, columns), floating point.
+            parameters: The parameters, which need not be those of this grid.
+
+        Returns:
+            int8 (rows, columns), such that `values` in the weight's dtype equals the weight.
+        """
+        rows, columns = weight.shape
+        parameters = parameters.map(lambda tensor: tensor.to(weight.device, torch.float32))
+        shape = (rows, self.groups(columns))
+        if parameters.scales.shape != shape or not self._can_store(parameters.scales):
+            return None
+        codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+        for some in _row_ranges(rows, columns):
+            share = parameters.map(lambda tensor, some=some: tensor[some])  # type: ignore[misc]
+            exact = weight[some].detach()
+            chosen = self.nearest_(exact.float() / self.spread(share.scales, columns))
+            if not torch.equal(self.values(chosen, share).to(weight.dtype), exact):
+                return None
+            codes[some] = chosen.to(torch.int8)
+        return codes
+
+    def values(self, codes: Tensor, parameters: GridParameters) -> Tensor:
+        """Return the weight of codes (rows, columns), float32, as engines compute it."""
+        return codes.float() * self.spread(parameters.scales.float(), codes.shape[1])
+
+    def _can_store(self, scales: Tensor) -> bool:
+        """Return whether scales, float32 (rows, groups), are numbers that scales can be."""
+        if not bool(scales.isfinite().all() & (scales != 0).all()):
+            return False
+        units = self.units(scales)
+        if units is None:
+            return torch.equal(self.round_scales(scales), scales)
+        return bool((units != 0).all())
+
+    def decompose(
+        self, weight: Tensor, known: GridParameters | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the codes and scales of a weight that lies on the grid.
 
         Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that
@@ -196,6 +255,8 @@ class Grid:
 
         Args:
             weight: (rows, columns), floating point.
+            known: The parameters with which the weight was made, if they are known. They are used
+                if they give its bits.
 
         Returns:
             The codes, int8 (rows, columns), and the scales, float32 (rows, groups).
@@ -203,7 +264,7 @@ class Grid:
         Raises:
             FormatError: Some group of a row has no such scale; the message names the first.
         """
-        codes, scales, fits = self.fit(weight)
+        codes, scales, fits = self.fit(weight, known)
         if not bool(fits.all()):
             row, group = (~fits).nonzero()[0].tolist()
             start = group * self.group_size
@@ -218,7 +279,9 @@ class Grid:
             )
         return codes, scales
 
-    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def fit(
+        self, weight: Tensor, known: GridParameters | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes and scales as `decompose` does, and the groups that lie on the grid.
 
         Returns:
@@ -227,13 +290,12 @@ class Grid:
             Codes and scales of the others mean nothing.
         """
         rows, columns = weight.shape
-        codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
         scales = torch.ones(rows, self.groups(columns), device=weight.device)
         fits = torch.ones(scales.shape, dtype=torch.bool, device=weight.device)
-
-        at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, columns))  # bounds the float64 temporaries
-        for first in range(0, rows, at_a_time):
-            some = slice(first, first + at_a_time)
+        if known is not None and (known_codes := self.codes_of(weight, known)) is not None:
+            return known_codes, known.scales.to(scales), fits
+        codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
+        for some in _row_ranges(rows, columns):
             chosen, factors, fits[some] = self._fit(weight[some].detach())
             codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
             scales[some] = factors.float()
@@ -349,6 +411,13 @@ class Grid:
             centre = self.round_scales(peaks / code)
             for steps in sorted(range(-span, span + 1), key=abs):
                 yield code, self.scales.shift(centre.abs(), steps).copysign(centre)
+
+
+def _row_ranges(rows: int, columns: int) -> Iterator[slice]:
+    """Yield ranges of rows with few enough weights to bound the float64 temporaries."""
+    at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, columns))
+    for first in range(0, rows, at_a_time):
+        yield slice(first, first + at_a_time)
 
 
 @lru_cache

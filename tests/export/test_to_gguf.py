@@ -16,6 +16,8 @@ from gguf.quants import dequantize
 from gguf_files import write
 
 from export.conversion.gguf_types import encode
+from mrp_lightning.records.grid_file import NAME
+from mrp_sparse.formats.grid import Grid
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
@@ -202,14 +204,30 @@ def test_steps_and_units_are_stored_to_the_bit(dtype):
     assert torch.equal(torch.from_numpy(values.copy()).to(dtype), weight)
 
 
-def test_a_run_with_units_is_exact_in_its_type(tmp_path, tiny_llama, capsys):
-    """All the way: pruned and tuned, written as GGUF, and read back by transformers."""
+@pytest.mark.parametrize("keeps_scales", [True, False])
+def test_a_run_with_units_is_exact_in_its_type(
+    keeps_scales, tmp_path, tiny_llama, capsys, monkeypatch
+):
+    """All the way: pruned and tuned, written as GGUF, and read back by transformers.
+
+    With the scales that the run kept, nothing but a few rows is searched.
+    """
     config = AutoModelForCausalLM.from_pretrained(tiny_llama).config
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
     run = pruned(tmp_path / "dense", tmp_path / "run", grid="q3_k", tuning=True)
+    if not keeps_scales:
+        (run / NAME).unlink()  # as in runs of earlier versions
+    fit, searched = Grid.fit, []
+
+    def spy(grid, weight, known=None):
+        searched.append(len(weight))
+        return fit(grid, weight, known)
+
+    monkeypatch.setattr(Grid, "fit", spy)
     main([str(run)])
+    assert (max(searched) <= 4) == keeps_scales
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     stored = gguf.GGUFReader(tmp_path / "run.gguf").tensors
     assert sum(tensor.tensor_type.name == "Q3_K" for tensor in stored) == 14

@@ -31,7 +31,7 @@ def test_gradients_and_weights_are_those_of_scales(grid):
     codes[:, ::8] = codebook[codebook.abs().argmax()]  # so that no larger scale would do
     scales = grid.round_scales(torch.rand(5, grid.groups(64), generator=generator) + 0.5)
     layer = layer_on(grid, codes, scales)
-    tuned = _Scales([layer], grid)
+    tuned = _Scales([layer], grid, {})
     (master,) = tuned.masters
     x = torch.randn(7, 64, generator=generator)
 

@@ -93,7 +93,7 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
     descent.sweep()
     plain = gptq(target, kept, truth.damped(hessian), grid, descent.scales.T)
     assert torch.allclose(descent.x.T, plain, rtol=0, atol=1e-9)
-    found = on_grid(
+    found, _ = on_grid(
         Problem(
             weight=weight,
             inputs=inputs,

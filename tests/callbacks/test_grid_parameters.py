@@ -1,0 +1,190 @@
+"""A run on the grid of an engine keeps its scales, however it was interrupted or shared out."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from thread_processes import together
+from transformers import AutoModelForCausalLM
+
+from callbacks import MRPCallback
+from mrp_lightning import BlockTuning, CausalLM, Trainer
+from mrp_lightning.journal.journal import journal_path
+from mrp_lightning.processes import ALONE
+from mrp_lightning.pruning.block import LayerSolver
+from mrp_lightning.records.grid_file import NAME, load_parameters
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.recipe import Recipe
+from mrp_sparse.formats.grid import GRIDS, grid_of_bits
+
+TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+NAMES = ["q3_k", "iq4_nl", "int4-g32"]
+
+
+@pytest.fixture
+def run(llama, loader, quiet, tmp_path):
+    """Quantise a small model in bfloat16, which is in `dense`, into another directory."""
+    llama(**WIDE).bfloat16().save_pretrained(tmp_path / "dense")
+
+    def run(name, source="dense", streaming=False, **options):
+        module = CausalLM(tmp_path / source, streaming=streaming)
+        callback = MRPCallback(**options, save_dir=tmp_path / name)
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+        return tmp_path / name
+
+    return run
+
+
+def assert_exact(directory, grid, count):
+    """The codes of the kept scales give the bits of the checkpoint, for so many layers."""
+    saved = AutoModelForCausalLM.from_pretrained(directory)
+    parameters = load_parameters(directory / NAME)
+    assert len(parameters) == count
+    for name, of_layer in parameters.items():
+        weight = saved.get_submodule(name).weight
+        codes = grid.codes_of(weight, of_layer)
+        assert codes is not None, name
+        assert torch.isin(codes.float(), torch.tensor(grid.codebook).float()).all()
+        assert torch.equal(grid.values(codes, of_layer).to(weight.dtype), weight)
+
+
+def assert_same(directory, other):
+    ours, theirs = load_file(directory / NAME), load_file(other / NAME)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_scales_give_the_checkpoint_also_if_tuned_interrupted_or_streamed(
+    name, run, tmp_path, monkeypatch
+):
+    options = {"grid": name, "tuning": TUNING}
+    whole = run("whole", **options)
+    assert_exact(whole, GRIDS[name], 14)
+    manifest = json.loads((whole / ".mrp_files.json").read_text())["files"]
+    report = json.loads((whole / "pruning_report.json").read_text())
+    assert NAME in manifest
+    assert NAME in report["files"]
+
+    prune_block = LayerSolver.prune
+
+    def stop(self, block):
+        if block.k == 1:
+            raise RuntimeError("stopped")
+        return prune_block(self, block)
+
+    for streaming in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerSolver, "prune", stop)
+            with pytest.raises(RuntimeError, match="stopped"):
+                run(f"parts-{streaming}", streaming=streaming, **options)
+        parts = run(f"parts-{streaming}", streaming=streaming, **options)
+        resumed = json.loads((parts / "pruning_report.json").read_text())["totals"]
+        assert resumed["resumed_blocks"] == 1
+        assert_same(parts, whole)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_block_whose_scales_are_damaged_is_pruned_again(run, tmp_path, monkeypatch, caplog):
+    whole, prune_block = run("whole", grid="q4_0"), LayerSolver.prune
+
+    def stop(self, block):
+        if block.k == 1:
+            raise RuntimeError("stopped")
+        return prune_block(self, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerSolver, "prune", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            run("parts", grid="q4_0")
+    (file,) = journal_path(tmp_path / "parts").glob("*-grid.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    assert_same(run("parts", grid="q4_0"), whole)
+    assert f"{file} is damaged or missing" in caplog.text
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_layers_that_a_second_run_leaves_keep_their_scales(run):
+    """So two grids can share a model; grids of `bits`, whose values give them back, keep none."""
+    run("first", grid="q3_k", targets="mlp")
+    both = run("both", "first", grid="iq4_nl", targets="self_attn")
+    parameters = load_parameters(both / NAME)
+    of_mlp = {name: x for name, x in parameters.items() if "mlp" in name}
+    saved = AutoModelForCausalLM.from_pretrained(both)
+    assert len(of_mlp) == 6
+    assert len(parameters) == 14
+    for name, of_layer in parameters.items():
+        grid = GRIDS["q3_k" if "mlp" in name else "iq4_nl"]
+        assert grid.codes_of(saved.get_submodule(name).weight, of_layer) is not None
+    again = run("again", "both", bits=4, targets="mlp")
+    assert all("self_attn" in name for name in load_parameters(again / NAME))
+    assert not (run("plain", bits=4) / "grid").exists()
+
+
+def test_neurons_that_are_removed_take_their_scales_along(run):
+    narrow = run("narrow", structure="neurons", sparsity=0.5, grid="iq4_nl", target="dense")
+    assert_exact(narrow, GRIDS["iq4_nl"], 14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_of_rows_that_processes_share_are_gathered(name, problem_of_rows):
+    weight, matrix = problem_of_rows
+    recipe = Recipe.of(method="SM", grid=name)
+
+    def solve(processes):
+        return prune(weight, InputHessian(matrix), recipe, processes=processes)
+
+    alone = solve(ALONE)
+    for one in together(3, solve):
+        for solution in (one, alone):
+            codes = GRIDS[name].codes_of(solution.weight, solution.grid_parameters)
+            assert codes is not None
+
+
+@pytest.fixture
+def problem_of_rows():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1024, 256, generator=generator)
+    weight = torch.randn(11, 256, generator=generator)
+    return weight.bfloat16(), 2 * inputs.T @ inputs / len(inputs)
+
+
+def test_other_weights_and_other_scales_are_refused(problem_of_rows):
+    weight, matrix = problem_of_rows
+    solution = prune(weight, InputHessian(matrix), Recipe.of(method="SM", grid="q3_k"))
+    grid, parameters = GRIDS["q3_k"], solution.grid_parameters
+    assert grid.codes_of(solution.weight, parameters) is not None
+    changed = solution.weight.clone()
+    changed[5, 70] *= 1.5
+    assert grid.codes_of(changed, parameters) is None
+    assert grid.codes_of(solution.weight[:, :240], parameters) is None
+    for damaged in (
+        parameters.map(lambda scales: scales[:-1]),
+        parameters.map(lambda scales: scales * 1.01),
+        parameters.map(lambda scales: scales * 0),
+        parameters.map(lambda scales: scales / 0),
+    ):
+        assert grid.codes_of(solution.weight, damaged) is None
+    for name in ("q4_0", "iq4_nl", "int4-g64"):
+        assert GRIDS[name].codes_of(solution.weight, parameters) is None
+    bits = prune(weight, InputHessian(matrix), Recipe.of(method="SM", bits=4))
+    assert (
+        grid_of_bits(4, zero_has_a_code=True).codes_of(bits.weight, bits.grid_parameters)
+        is not None
+    )
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    from mrp_lightning.errors import FormatError
+
+    file = tmp_path / "parameters.safetensors"
+    file.write_bytes(b"\1" * 50)
+    with pytest.raises(FormatError, match="parameters.safetensors is not as mrp-lightning"):
+        load_parameters(file)
+    save_file({"layer.other": torch.ones(2, 2)}, file)
+    with pytest.raises(FormatError, match="parameters.safetensors is not as mrp-lightning"):
+        load_parameters(file)
+    assert load_parameters(tmp_path / "none.safetensors") == {}
