@@ -24,7 +24,9 @@ MEMORY, SECONDS = 4096, 30
 
 def targets() -> dict[str, Callable[[Path, bytes], None]]:
     """Return the readers by name: each is given a directory for files, and the damaged bytes."""
+    import torch
     from safetensors import SafetensorError
+    from safetensors.torch import save
     from torch import nn
 
     from export.conversion.checkpoint import open_checkpoint
@@ -70,7 +72,16 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         with suppress(FormatError, SafetensorError):
             BlockRecord.load(file)
 
+    def record(directory: Path, data: bytes) -> None:
+        """The bytes are the JSON in the metadata of a whole file, which `block` seldom keeps."""
+        file = directory / "block-00000.safetensors"
+        content = {"format": "pt", "record": data.decode(errors="replace")}
+        file.write_bytes(save({"weight": torch.ones(1)}, content))
+        with suppress(FormatError):
+            BlockRecord.load(file)
+
     def checksums(directory: Path, data: bytes) -> None:
+        (directory / "config.json").write_text("{}")
         (directory / MANIFEST).write_bytes(data)
         not_ours(directory)
 
@@ -97,8 +108,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         (directory / "model.safetensors").write_bytes(content)
         module = nn.Sequential(nn.Linear(16, 4))
         with suppress(FormatError):
-            import torch
-
             loaded = load_into(module, directory)
             loaded(torch.ones(2, 16))
 
@@ -120,6 +129,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         trial,
         journal,
         block,
+        record,
         checksums,
         tensors,
         config,
@@ -133,6 +143,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
 def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
     """Write whole files of the kind that a target reads into its corpus."""
     import torch
+    from safetensors import safe_open
     from safetensors.torch import save, save_file
 
     from mrp_sparse.formats import bitmask, bitmask4, sparse24
@@ -154,6 +165,10 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
     elif name in ("journal", "block"):
         pattern = "manifest.json" if name == "journal" else "block-*.safetensors"
         seeds = [file.read_bytes() for file in (inputs / "journal").glob(f".out.partial/{pattern}")]
+    elif name == "record":
+        for file in (inputs / "journal").glob(".out.partial/block-*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                seeds.append(opened.metadata()["record"].encode())
     elif name == "trial":
         seeds = [next((inputs / "swept").rglob("run.json")).read_bytes()]
     elif name == "scores":
