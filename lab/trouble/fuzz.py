@@ -199,7 +199,8 @@ def counts(output: str) -> tuple[int, int]:
 def reason(output: str) -> str:
     """Return the error at which a fuzzer ended, and the bytes that led to it."""
     lines = output.splitlines()
-    start = next((i for i, line in enumerate(lines) if "exception" in line or "ERROR" in line), -20)
+    marks = ("Uncaught Python exception", "ERROR: ")
+    start = next((i for i, line in enumerate(lines) if any(mark in line for mark in marks)), -20)
     return " ".join(lines[start:])[-1500:]
 
 

@@ -131,7 +131,11 @@ class BlockRecord:
         """
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            content = json.loads((opened.metadata() or {}).get(_KEY, "null"))
+            text = (opened.metadata() or {}).get(_KEY, "")
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
+            content = None  # refused below, as any content that is no record
         remedy = "set `resume: false` to start the run afresh"
         header = as_dataclass(_Header, content, str(file), remedy)
         return cls(header.name, header.layers, header.block, weights)

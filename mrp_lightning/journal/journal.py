@@ -75,6 +75,13 @@ def remove_journal(save_dir: str | PathLike[str]) -> None:
         remove(path, FileLock(path / _LOCK))
 
 
+def _unwritable(path: Path, error: OSError) -> SaveError:
+    return SaveError(
+        f"The journal {path} cannot be written: {error}. Make room there, or name another "
+        "`save_dir`."
+    )
+
+
 def hold(path: Path) -> FileLock:
     """Take the lock of the journal in a directory, and return it.
 
@@ -91,7 +98,7 @@ def hold(path: Path) -> FileLock:
             "it, or name another `save_dir`."
         ) from error
     except OSError as error:
-        raise SaveError(f"The journal {path} cannot be written: {error}.") from error
+        raise _unwritable(path, error) from error
     return lock
 
 
@@ -232,7 +239,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             make_directories(path)
         except OSError as error:
-            raise SaveError(f"The journal {path} cannot be written: {error}.") from error
+            raise _unwritable(path, error) from error
         # From here on the lock is held: any error has to release it.
         lock = hold(path)
         try:
@@ -434,10 +441,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             self.manifest.save(self.path)
         except OSError as error:
-            raise SaveError(
-                f"The journal {self.path} cannot be written: {error}. Make room there, or name "
-                "another `save_dir`."
-            ) from error
+            raise _unwritable(self.path, error) from error
 
 
 def find_journal(path: str | PathLike[str]) -> Path | None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from slow_pruning import prune_model
 
 from mrp_lightning.calibration import walk_choice
-from mrp_lightning.errors import JournalError, SaveError
+from mrp_lightning.errors import FormatError, JournalError, SaveError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import differences
@@ -134,6 +134,15 @@ def test_what_follows_a_block_that_came_out_otherwise_is_made_again(three, tmp_p
         assert "pruned again" in caplog.messages[-1]
     with Journal.open(tmp_path / "out", PRINT) as journal:
         assert [step in journal for step in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("text", [None, "", "[" * 5000, '{"name": 1}', '{"name": "a"'])
+def test_a_record_that_is_no_json_is_refused_in_words(text, tmp_path):
+    """Of a whole file without a checksum, as `report` reads those of an unfinished run."""
+    file = tmp_path / "block-00000.safetensors"
+    save_file({"weight": torch.ones(1)}, file, None if text is None else {"record": text})
+    with pytest.raises(FormatError, match=r"block-00000.*is not as mrp-lightning writes it"):
+        BlockRecord.load(file)
 
 
 @pytest.mark.parametrize("place", [20, 200, -3])
