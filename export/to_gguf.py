@@ -45,7 +45,9 @@ def convert(options: Namespace) -> Path:
 
     silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
-    kind = options.type or ("bf16" if Claims.read(run).grid is None else "auto")
+    claims = Claims.read(run)
+    has_codes = claims.grid is not None or claims.head_grid is not None
+    kind = options.type or ("auto" if has_codes else "bf16")
     out = Path(
         options.out or run.with_name(f"{run.name}{'' if kind == 'auto' else f'-{kind}'}.gguf")
     )
@@ -94,7 +96,10 @@ def _parser() -> Any:
         "the bit (default: auto for a pruning with bits, else bf16)"
     )
     option("--type", choices=_TYPES, help=text)
-    text = "of embeddings and head (default: as --type, but q8_0 where that has fewer bits)"
+    text = (
+        "of embeddings and head (default: as --type, but q8_0 where that has fewer bits, and the "
+    )
+    text += "type of --head-grid where that holds them to the bit)"
     option("--embedding-type", choices=_TYPES, help=text)
     option("--out", metavar="FILE.gguf", help="default: RUN-TYPE.gguf, next to RUN")
     option("--overwrite", action="store_true", help="replace --out")

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import gguf
 from gguf import GGUFReader, GGUFWriter
+from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.gguf_families import layout_of_family
 from export.conversion.gguf_layout import layout_like
-from export.conversion.gguf_types import AUTO, TYPES, encode
+from export.conversion.gguf_types import AUTO, TYPES, encode, exact_type
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import flush
 from mrp_lightning.models.gguf import reading
 from mrp_lightning.upstream.other_names import bounded_gguf
+from mrp_sparse.formats.grid import GridParameters
 
 _VOCABULARY = ("token_embd.weight", "output.weight")
 
@@ -52,7 +54,7 @@ def write_gguf(
         kind: A name in `TYPES`, or auto: for each matrix the smallest type that holds it to the
             bit.
         vocabulary: The type of embeddings and head; None means auto if `kind` is auto, else `kind`,
-            but at least q8_0.
+            but at least q8_0, unless a type of fewer bits holds them exactly.
 
     Raises:
         FormatError: The checkpoint is packed or quantized; or `like` is damaged, or has an
@@ -74,15 +76,13 @@ def write_gguf(
     layout = layout_of_family(checkpoint) if like is None else layout_like(checkpoint, like)
     writer = GGUFWriter(out, layout.architecture)
     layout.write_fields(writer)
-    # Embeddings and head lose most by few bits, so by default they have at least 8.
-    if vocabulary is None:
-        grid = None if kind == AUTO else TYPES[kind].grid
-        vocabulary = "q8_0" if grid is not None and grid.bits < 8 else kind
     encoded = {}
     for name, tensor in layout.tensors.items():
-        of_tensor = vocabulary if name in _VOCABULARY else kind
-        of_tensor = "f32" if tensor.ndim == 1 else of_tensor
-        stored = encode(name, tensor, of_tensor, layout.parameters.get(name))
+        of_tensor = "f32" if tensor.ndim == 1 else kind
+        known = layout.parameters.get(name)
+        if name in _VOCABULARY:
+            of_tensor = vocabulary or _type_of_vocabulary(tensor, kind, known)
+        stored = encode(name, tensor, of_tensor, known)
         writer.add_tensor(name, stored.content, raw_dtype=stored.kind.stored_as)
         encoded[name] = stored
     for name, (content, stored_as) in layout.tables.items():
@@ -99,6 +99,17 @@ def write_gguf(
         Counter(stored.kind.name for stored in encoded.values()),
         {name: stored.error for name, stored in encoded.items() if stored.error},
     )
+
+
+def _type_of_vocabulary(tensor: Tensor, kind: str, known: GridParameters | None) -> str:
+    """Return the default type of embeddings or head in a file of a type.
+
+    They lose most by few bits, so they have at least 8, unless they are on a grid of fewer.
+    """
+    grid = None if kind == AUTO else TYPES[kind].grid
+    if grid is None:
+        return kind
+    return exact_type(tensor, known) or ("q8_0" if grid.bits < 8 else kind)
 
 
 def _write(writer: GGUFWriter, out: Path) -> None:

@@ -155,6 +155,13 @@ def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None
     )
 
 
+def exact_type(parameter: Tensor, known: GridParameters | None) -> str | None:
+    """Return the smallest type with codes and scales that holds a parameter exactly, if any."""
+    with_codes = (kind for kind in TYPES.values() if kind.grid is not None)
+    fitting = (kind.name for kind in with_codes if _exact(parameter, kind, known) is not None)
+    return next(fitting, None)
+
+
 def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> Encoded | None:
     """Return the parameter encoded exactly in a type; None if the type cannot hold it."""
     matrix = parameter.detach().reshape(-1, parameter.shape[-1])

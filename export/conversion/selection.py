@@ -97,11 +97,13 @@ class Claims:
         layers: The claims of the pruned layers by name; `None` without a report.
         structure: The kind of units that were removed as a whole, such as `neurons`, or `None`.
         grid: The grid of the weights, or `None`.
+        head_grid: The grid of the output head, which is none of the layers, or `None`.
     """
 
     layers: dict[str, Claim] | None = None
     structure: str | None = None
     grid: Grid | None = None
+    head_grid: Grid | None = None
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> "Claims":
@@ -120,8 +122,9 @@ class Claims:
         layers = {
             row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
             for row in report.pruned
+            if row.sparsity is not None
         }
-        return cls(layers, structure, recipe.grid)
+        return cls(layers, structure, recipe.grid, recipe.head_grid)
 
 
 def is_read_directly(model: nn.Module, name: str) -> bool:

@@ -18,7 +18,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ FIRST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Two runs, the second one on the layers that the first one leaves, as their columns are no
 multiples of 256; llama.cpp's types fall back in the same way."""
+HEADS = ("q4_0", "iq4_nl", "q5_0")
+"""The grids on which a second run puts head and embedding of `OF_HEADS`, in place of q8_0."""
+OF_HEADS = "IQ4_NL, dense target"
 THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q2_K imatrix", "Q3_K_S imatrix")
 THEIRS += ("Q3_K_M imatrix", "Q4_K_M imatrix", "Q5_0 imatrix")
 
@@ -147,19 +150,40 @@ def llama(options: argparse.Namespace, program: str, *arguments: Any) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-1000:]}")
 
 
+def directory(options: argparse.Namespace, name: str) -> Path:
+    """Return the directory of a run."""
+    place: Path = options.place
+    return place / name.replace(", ", "-").replace(" % ", "-").replace(" ", "-")
+
+
+def ours(
+    options: argparse.Namespace,
+    name: str,
+    source: Path,
+    settings: Any,
+    calibration: Tensor,
+    of_file: Sequence[str] = (),
+) -> tuple[str, str, Path, float]:
+    """Prune a model and write its GGUF file, unless both are there; return its row of `files`."""
+    run = directory(options, name)
+    file, spent = (run.with_suffix(kind) for kind in (".gguf", ".json"))
+    if not file.exists():
+        if not run.exists():
+            seconds = make(source, run, settings, calibration, options.method)
+            spent.write_text(json.dumps(seconds))
+        to_gguf.main([str(run), "--out", str(file), *of_file])
+    return "ours", name, file, json.loads(spent.read_text())
+
+
 def files(options: argparse.Namespace, dense: Path) -> Iterator[tuple[str, str, Path, float]]:
     """Yield who made a file, of which type, the file, and the CPU seconds that it took."""
     tokenizer = AutoTokenizer.from_pretrained(dense)
     calibration = windows(options.calibration, tokenizer, options.windows)
     for name, settings in (OURS | FIRST).items():
-        run = options.place / name.replace(", ", "-").replace(" % ", "-").replace(" ", "-")
-        file, spent = run.with_suffix(".gguf"), run.with_suffix(".json")
-        if not file.exists():
-            if not run.exists():
-                seconds = make(dense, run, settings, calibration, options.method)
-                spent.write_text(json.dumps(seconds))
-            to_gguf.main([str(run), "--out", str(file), "--embedding-type", "q8_0"])
-        yield "ours", name, file, json.loads(spent.read_text())
+        yield ours(options, name, dense, settings, calibration, ["--embedding-type", "q8_0"])
+    for grid in HEADS:
+        name, settings = f"{OF_HEADS}, head {grid.upper()}", {"head_grid": grid}
+        yield ours(options, name, directory(options, OF_HEADS), settings, calibration)
     whole, matrix = options.place / "whole.gguf", options.place / "imatrix.gguf"
     if not matrix.exists():
         to_gguf.main([str(dense), "--out", str(whole), "--type", "bf16", "--overwrite"])

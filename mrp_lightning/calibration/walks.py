@@ -130,6 +130,32 @@ class WholeModel(Walk):
         return self.finish(k, i)
 
 
+class ToHead(Walk):
+    """A walk of one step, from the outputs of walked blocks to the inputs of the output head.
+
+    Args:
+        walk: The walk over the blocks.
+        k: The number of walked blocks, whose outputs the walk stored if it stores any.
+        head: The module of the head, which is called but not computed.
+    """
+
+    name = "to the head"
+
+    def __init__(self, walk: Walk, k: int, head: nn.Module) -> None:
+        super().__init__(walk.forward, walk.batches, [Block("", head, "")])
+        self._walk, self._first = walk, k
+
+    def output(self, k: int, i: int) -> None:
+        """Run batch i up to the call of the head, which has no output then."""
+
+        def stop(*_: Any) -> None:
+            raise StopForward
+
+        # The hooks that observe the head's inputs were added earlier, and so are called earlier.
+        with self.blocks[k].module.register_forward_pre_hook(stop), suppress(StopForward):
+            self._walk.finish(self._first, i)
+
+
 class Rerun(Walk):
     """Run the model up to block k: correct for every model, but a forward for each block."""
 

@@ -304,7 +304,7 @@ def _plan(
 
 def _amount(settings: Settings) -> str:
     if settings.structure is None:
-        return settings.recipe.amount
+        return settings.amount
     grid = settings.recipe.grid
     rest = f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
     return rest if grid is None else f"{rest} and {grid}"
@@ -368,7 +368,8 @@ def _why_useless(ratio: float, report: PruningReport) -> str | None:
             "use. Remove less (a lower `--sparsity`, or more bits), or lose less: `--recipe best` "
             "and calibration `--text` that is like yours."
         )
-    is_changed = report.narrowed or report.config.get("bits") or report.config.get("grid")
+    config = report.config
+    is_changed = report.narrowed or any(config.get(key) for key in ("bits", "grid", "head_grid"))
     if not is_changed and totals["removed"] < _LEAST_REMOVED * totals["model_weights"]:
         return (
             f"Of {totals['model_weights']:,} weights {totals['removed']:,} are removed, which "

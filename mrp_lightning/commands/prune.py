@@ -94,11 +94,11 @@ def _settings(options: Namespace) -> dict[str, Any]:
         raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
     settings = {name: getattr(options, name) for name in _SETTINGS}
     settings = {name: value for name, value in settings.items() if value is not None}
-    if not settings.keys() & {"pattern", "sparsity", "bits", "grid"}:
+    if not settings.keys() & {"pattern", "sparsity", "bits", "grid", "head_grid"}:
         raise OptionError(
             "`prune` needs one of `--pattern` (such as 2:4: two of every four weights are kept) "
-            "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits` or "
-            "`--grid`, with either of them or alone."
+            "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits`, "
+            "`--grid` or `--head-grid`, with either of them or alone."
         )
     arguments = {**_RECIPES[options.recipe or "paper"], **settings}
     if {"pattern", "sparsity"} <= settings.keys():
@@ -144,7 +144,8 @@ def _default_out(options: Namespace, settings: dict[str, Any]) -> Path:
     name = Path(options.model).expanduser().resolve().name.removesuffix(".gguf")
     amount = options.pattern or (f"{100 * options.sparsity:g}" if options.sparsity else None)
     bits = f"{settings['bits']}bit" if options.bits else None
-    parts = [name, amount, options.structure, options.grid or bits, options.recipe]
+    head = f"head-{options.head_grid}" if options.head_grid else None
+    parts = [name, amount, options.structure, options.grid or bits, head, options.recipe]
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
@@ -183,6 +184,7 @@ _HELP = {
     "bits": "3, 4 or 8: the kept weights are put on a grid; alone, it is quantisation",
     "group_size": "the number of columns that share a scale, for --bits",
     "grid": "the type of an engine, such as q4_0, iq4_nl or int4-g128, which an export holds",
+    "head_grid": "the same for the output head, and embeddings that are tied to it",
     "target": "own (default), or dense: make up for the losses of earlier blocks",
     "tuning": "tune the kept weights of each block towards its dense outputs",
     "ignore": "layers to leave dense, such as down_proj or layers.0",

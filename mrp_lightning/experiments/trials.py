@@ -188,7 +188,8 @@ class Trial:
     @classmethod
     def of_report(cls, config: Mapping[str, Any]) -> "Trial":
         """Return the trial that the arguments in a report describe, of a model without a name."""
-        arguments: dict[str, Any] = {x: config.get(x) for x in ("sparsity", "pattern", "bits")}
+        keys = ("sparsity", "pattern", "bits", "head_grid")
+        arguments: dict[str, Any] = {key: config.get(key) for key in keys}
         setting = Recipe.of(method="magnitude", **arguments).amount
         return cls("", setting, str(config.get("method")), config.get("block_size"))
 

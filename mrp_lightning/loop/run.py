@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
+from mrp_lightning.errors import OptionError
 from mrp_lightning.journal.journal import Journal, require_free
 from mrp_lightning.journal.manifest import Fingerprint, fingerprint
 from mrp_lightning.loop.distributed import (
@@ -52,7 +53,7 @@ from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.layers import ExpertStack
-from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_lightning.targets.plan import Plan, find_head, make_plan
 from mrp_lightning.upstream.lightning_names import predict_data
 
 _FAR = 0.05
@@ -191,7 +192,7 @@ def _open_journal(
         "provenance": report.provenance,
         "versions": report.versions,
         "model_weights": sum(p.numel() for p in module.parameters()),
-        "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
+        "blocks": plan.num_steps,
         "layers": plan.num_layers,
     }
     with Journal.open(
@@ -250,11 +251,21 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
         grid=settings.recipe.grid,
     )
     check_streamed_plan(module, plan)
-    if settings.structure is None:
-        return plan
-    model = checkpoint_root(module)[1]
-    recipe = settings.recipe
-    return narrowing_plan(model, settings.structure, recipe.pattern.sparsity, plan, recipe.grid)
+    prefix, model = checkpoint_root(module)
+    recipe, head = settings.recipe, None
+    if recipe.head_grid is not None:
+        head = find_head(module, model, recipe.head_grid, prefix)
+        if any(layer.key == head.key for layer in plan.outside):
+            raise OptionError(
+                f"`targets` names {head.name}, which `head_grid` puts on a grid of its own. Leave "
+                "out one or the other."
+            )
+    if recipe.is_of_head_alone:
+        plan = Plan(plan.blocks, {block.name: [] for block in plan.blocks}, outside=[])
+    if settings.structure is not None:
+        sparsity = recipe.pattern.sparsity
+        plan = narrowing_plan(model, settings.structure, sparsity, plan, recipe.grid)
+    return replace(plan, head=head)
 
 
 @dataclass(frozen=True)
@@ -433,7 +444,7 @@ class Run:
                 f" (against these weights as they were, {zeros:.0%} of which were zero before)"
             )
         rank_zero_info(
-            f"Pruned {totals['layers']} layers to {recipe.amount} with {recipe.method} in "
+            f"Pruned {totals['layers']} layers to {self.settings.amount} with {recipe.method} in "
             f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
             f"{1 - totals['share']:.0%} are left dense. Mean output error of a layer, relative "
             f"to its output: {totals['relative_loss']:.4f}{zeros_note}. {self._where}"

@@ -28,6 +28,7 @@ from mrp_lightning.pruning.prune_layers import (
     measured,
     prune_layers,
     put_layers_on_grid,
+    quantise_head,
 )
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
@@ -272,6 +273,25 @@ class LayerSolver(_HessianRemover):
         )
         block.job.report.replace(replaced)
         block.job.report.grid |= parameters
+
+
+class HeadSolver(_HessianRemover):
+    """Quantises the output head.
+
+    Args:
+        recipe: The recipe, which removes nothing and has the grid of the head.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
+        """Quantise the only layer."""
+        (head,) = layers
+        block.report_progress(head.name)
+        progress = partial(_report_of_layer, block, head)
+        block.add(quantise_head(head, calibrated, self._recipe, progress, block.job.processes))
+        block.report_progress(head.name)
 
 
 class UnitRemover(_HessianRemover):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.pruning.job import Settings
+from mrp_lightning.solver.arithmetic import ELEMENTS
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 
@@ -66,6 +67,7 @@ def estimate(
         tokens_per_second: The speed of the model's forward.
         products_per_second: The speed of float32 matrix products, in multiply-adds a second.
     """
+    head = [] if plan.head is None else [plan.head]
     layers = [layer for block in plan.layers.values() for layer in block] + plan.outside
     tokens, weights = windows * length, sum(p.numel() for p in model.parameters() if p.ndim > 1)
     forward = tokens / tokens_per_second / weights  # seconds per weight, for all tokens
@@ -73,21 +75,26 @@ def estimate(
     passes = float(_PASSES + _DENSE_PASSES * aims_at_dense)
     if settings.block_tuning:
         passes += _BACKWARD * settings.block_tuning.epochs
-    inputs = {_input(layer): _columns(layer) for layer in layers}
+    inputs = {_input(layer): _columns(layer) for layer in [*layers, *head]}
     seconds = forward * passes * sum(layer.weight.numel() for layer in layers)
+    seconds += forward * weights * settings.recipe.is_of_head_alone
     seconds += forward * sum(columns**2 for columns in inputs.values())  # for the Hessians
     method = settings.recipe.method
     each = _SOLVER[method.compensation.name] + _JOINT * (method.mask.name == "J")
     each += _GRID * (settings.recipe.grid is not None)
     products = each * sum(layer.weight.numel() * _columns(layer) for layer in layers)
+    products += _GRID * sum(layer.weight.numel() * _columns(layer) for layer in head)
     products += _INVERSE * sum(columns**3 for columns in inputs.values())
     seconds += products / products_per_second
     size = next(model.parameters()).element_size()
-    states = tokens * _columns(layers[0]) * size * (1 + aims_at_dense)  # the hidden states
-    solver = max(
-        4 * (_PER_WEIGHT * layer.weight.numel() + _PER_SQUARE * _columns(layer) ** 2)
-        for layer in layers
-    )
+    states = (
+        tokens * _columns([*layers, *head][0]) * size * (1 + aims_at_dense)
+    )  # the hidden states
+    # The rows of a head are solved in parts.
+    solved = [(layer.weight.numel(), _columns(layer)) for layer in layers]
+    solved += [(min(layer.weight.numel(), ELEMENTS), _columns(layer)) for layer in head]
+    solver = max(4 * (_PER_WEIGHT * count + _PER_SQUARE * columns**2) for count, columns in solved)
+    solver += sum(layer.weight.nbytes for layer in head)
     return Estimate(seconds, round(states + solver) + _BUFFERS)
 
 

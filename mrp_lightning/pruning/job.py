@@ -38,6 +38,11 @@ _NOT_WHOLE = (
     *("true_sequential", "skip_indivisible"),
 )
 """Settings that exclude `structure`, since they choose layers, or weights within a layer."""
+_OF_BLOCKS = (
+    *("structure", "target", "allocation", "tuning", "targets", "ignore", "blocks"),
+    *("true_sequential", "skip_indivisible"),
+)
+"""Settings without a meaning where the output head alone is quantised."""
 _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
     *("bits", "group_size", "grid", "zero_has_a_code", "target", "target_weight"),
@@ -98,8 +103,8 @@ class BlockTuning:
 class Settings:
     """The arguments of a pruning, which are also keyword arguments of the callbacks.
 
-    Give exactly one of `sparsity` and `pattern`, or, for quantisation alone, neither but `bits` or
-    `grid`.
+    Give exactly one of `sparsity` and `pattern`, or, for quantisation alone, neither but `bits`,
+    `grid` or `head_grid`.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -149,6 +154,12 @@ class Settings:
     zero_has_a_code: bool = False
     """Whether one of the codes of `bits` is zero, for removed weights, as needed by formats that
     store a code for every weight; it costs one to two percent of a layer's loss."""
+
+    head_grid: str | None = None
+    """The type of an engine, as for `grid`, to whose grid the output head of a transformers model
+    is quantised, last, by the Hessian of its inputs in the pruned model, so that its logits change
+    least. Embeddings that are tied to the head change with it; others stay as they are. It goes
+    with any pruning, or alone. `None` leaves the head as it is."""
 
     target: str = "own"
     """With "own", a layer's target is the output of its dense weight on its inputs in the pruned
@@ -229,8 +240,11 @@ class Settings:
             grid=self.grid,
             zero_has_a_code=self.zero_has_a_code,
             leaves_zeros=self.structure is None,
+            head_grid=self.head_grid,
         )
         object.__setattr__(self, "recipe", recipe)
+        if recipe.is_of_head_alone:
+            self._check_head_alone()
         if recipe.grid is not None:  # a named grid implies them
             object.__setattr__(self, "bits", recipe.grid.bits)
             object.__setattr__(self, "group_size", recipe.grid.group_size)
@@ -252,11 +266,26 @@ class Settings:
         recipe = self.recipe
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
+    @property
+    def amount(self) -> str:
+        """The pattern, the bits and the grid of the head in short, such as `2:4, head iq4_nl`."""
+        head = None if self.head_grid is None else f"head {self.head_grid}"
+        return ", ".join(filter(None, [self.recipe.amount, head]))
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
         """Return the settings of a `config`."""
         tuning = config.get("tuning")
         return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})
+
+    def _check_head_alone(self) -> None:
+        config, defaults = self.config(), self.defaults()
+        if excluded := [name for name in _OF_BLOCKS if config[name] != defaults[name]]:
+            raise OptionError(
+                f"`head_grid` alone changes nothing but the output head, so that "
+                f"{', '.join(f'`{x}`' for x in excluded)} would mean nothing. Leave this out, or "
+                "give `sparsity`, `pattern`, `bits` or `grid`."
+            )
 
     def _check_structure(self) -> None:
         if self.structure not in STRUCTURES:
@@ -378,8 +407,9 @@ class Listener:
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
         """Receive the rows of a block that is finished.
 
-        Blocks are numbered from 0; the layers outside of the blocks follow as one more block. A
-        block is `resumed` if it was restored from the journal.
+        Blocks are numbered from 0; the layers outside of the blocks follow as one more block, and
+        the head, if it is quantised, as the last. A block is `resumed` if it was restored from the
+        journal.
         """
 
 
@@ -430,8 +460,8 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """The number of blocks, plus one if layers outside of the blocks are pruned."""
-        return len(self.plan.blocks) + bool(self.plan.outside)
+        """The number of blocks, plus one for the layers outside of them, and one for the head."""
+        return len(self.plan.blocks) + bool(self.plan.outside) + (self.plan.head is not None)
 
     def progress(self, step: int, task: str) -> None:
         """Report the present task of a step, from 0, to the listener."""

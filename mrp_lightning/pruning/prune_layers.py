@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.problem import dense_target, output_energy
 from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
@@ -199,6 +200,51 @@ def put_layers_on_grid(
             )
         )
     return replaced, _by_name(layers, recipe, [parameters for _, parameters, _ in quantised])
+
+
+def quantise_head(
+    layer: Layer,
+    calibrated: Calibrated,
+    recipe: Recipe,
+    progress: Callable[[str], None] = lambda _: None,
+    processes: Processes = ALONE,
+) -> LayerReport:
+    """Quantise the output head in place, and return its row of the report.
+
+    A vocabulary has so many rows that float32 copies of all of them would take more memory than any
+    layer of a block. Rows of a quantisation are independent, so some are solved at a time; the
+    weight is written in one copy at the end.
+    """
+    assert recipe.grid is not None
+    weight, inputs = layer.weight, calibrated.inputs
+    quantised, columns = torch.empty_like(weight), weight.shape[1]
+    losses, energies = [], []
+    with measured(weight.device) as used:
+        for first, end in split_range(0, len(weight), max(1, ELEMENTS // columns)):
+            rows = weight[first:end]
+            ((solved, loss),) = put_on_grid([rows], inputs, recipe, progress, processes=processes)
+            quantised[first:end] = solved
+            losses.append(loss)
+            energies.append(output_energy(rows, inputs.hessian))
+        damped = inputs.damped(recipe.damping)
+    layer.write_(quantised)
+    loss, energy = math.fsum(losses), math.fsum(energies)
+    return LayerReport(
+        name=layer.name,
+        shape=tuple(weight.shape),
+        method=recipe.method.name,
+        loss=loss,
+        relative_loss=loss / energy if energy else 0.0,
+        damping=damped.ratio * inputs.mean_diagonal,
+        tokens=calibrated.tokens,
+        dead_inputs=inputs.dead_inputs,
+        raised_damping=damped.ratio if damped.ratio > recipe.damping else None,
+        own_target=None if calibrated.aim is None else calibrated.aim.own,
+        bits=recipe.grid.bits,
+        zeros_loss=0.0,
+        grid_loss=loss,
+        **used,
+    )
 
 
 def _fraction(selected: Tensor) -> float:

@@ -19,19 +19,27 @@ from mrp_lightning.calibration.offload import (
 )
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import choose_walk
-from mrp_lightning.calibration.walks import DenseStream, Rerun, Walk, WholeModel, hidden_of
+from mrp_lightning.calibration.walks import (
+    DenseStream,
+    Rerun,
+    ToHead,
+    Walk,
+    WholeModel,
+    hidden_of,
+)
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.allocation import Sparsities, find_sparsities
-from mrp_lightning.pruning.block import LayerSolver, Remover, UnitRemover, WalkedBlock
+from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, UnitRemover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
+from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import refuse_not_finite
 
 log = logging.getLogger(__name__)
@@ -74,6 +82,7 @@ def prune_model(job: Job) -> None:
             walker = _Walker(job, padding, (job.streamed or offload).pinned)
             walker.prune_blocks()
             walker.prune_outside()
+            walker.prune_head()
         if not report.pruned:
             reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in report.layers)
             raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
@@ -96,6 +105,8 @@ class _Walker:
 
     def __init__(self, job: Job, padding: Padding, pinned: Pinned) -> None:
         self.job, self.report, self.padding, self.pinned = job, job.report, padding, pinned
+        # The walk over the blocks, and the number of blocks that it walked.
+        self._walked: tuple[Walk, int] | None = None
 
     def prune_blocks(self) -> None:
         """Prune the blocks one after another, up to the last one that has layers to prune."""
@@ -118,19 +129,37 @@ class _Walker:
         for k, block in enumerate(walk.blocks[: steps.last + 1]):
             with self.pinned(block.module):
                 steps.run(k)
+        self._walked = walk, steps.last + 1
 
     def prune_outside(self) -> None:
         """Prune the layers outside of the blocks, in one pass over the whole model."""
-        job, layers = self.job, self.job.plan.outside
-        if not layers:
+        if layers := self.job.plan.outside:
+            solver = LayerSolver(self.job.settings.recipe)
+            self._prune(len(self.job.plan.blocks), self._whole_model(), layers, solver)
+
+    def prune_head(self) -> None:
+        """Quantise the output head by the Hessian of its inputs in the pruned model."""
+        job, head = self.job, self.job.plan.head
+        if head is None:
             return
-        walk = WholeModel(self._forward, job.batches, [Block("", job.model, "")])
+        # The layers outside of the blocks, which changed after them, may feed the blocks.
+        if self._walked is None or job.plan.outside:
+            self._walked = self._whole_model(), 0
+        walk = ToHead(*self._walked, head.module)
+        self._prune(job.steps - 1, walk, [head], HeadSolver(job.settings.recipe.for_head))
+
+    def _whole_model(self) -> WholeModel:
+        walk = WholeModel(self._forward, self.job.batches, [Block("", self.job.model, "")])
         self.report.config.setdefault("walk", walk.name)
-        step = len(job.plan.blocks)
+        return walk
+
+    def _prune(self, step: int, walk: Walk, layers: list[Layer], solver: Remover) -> None:
+        """Restore layers outside of the blocks from the journal, or prune and record them."""
+        job = self.job
         block = WalkedBlock(job, walk, 0, self.padding, partial(job.progress, step), layers)
         resumed = self.restore(step, block)
         if not resumed:
-            LayerSolver(job.settings.recipe).prune(block)
+            solver.prune(block)
             self.record(step, block, None)
         job.listener.finished(step, block.pruned_rows, resumed=resumed)
 
@@ -255,13 +284,15 @@ class _BlockSteps:
             self.trial.check(in_walk, partial(_hidden, self.walk, block.k))
 
     def _is_followed(self, k: int, *, resumed: bool) -> bool:
-        """Return whether a later block needs the outputs of block k.
+        """Return whether a later block, or the head, needs the outputs of block k.
 
         After a restored block, only blocks that the journal lacks need them. After a block that was
         pruned again all later blocks do, since the journal's were calibrated on other outputs.
         """
         journal = self.job.journal or ()
         later = [j for j in self.with_layers if j > k]
+        if self.job.plan.head is not None and not self.job.plan.outside:
+            later.append(self.job.steps - 1)
         return any(j not in journal for j in later) if resumed else bool(later)
 
     def _tune(self, block: WalkedBlock) -> BlockReport | None:

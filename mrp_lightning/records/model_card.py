@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 NAME = "README.md"
 _RECIPE = (
     *("method", "sparsity", "pattern", "bits", "block_size", "damping", "targets", "ignore"),
-    *("blocks", "true_sequential", "skip_indivisible", "structure"),
+    *("blocks", "true_sequential", "skip_indivisible", "structure", "head_grid"),
 )
 _DIRECTORIES = re.compile(r"(?<![\w.:/])(?:/|~/|(?:\.\./)+)[^\s'\"=,]*/(?=[^\s'\"=,/])")
 """Matches the directories of paths in a command that start with `/`, `~` or `..`."""
@@ -57,6 +57,11 @@ def model_card(
         *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
         *([f"- bytes of the weights: {num_bytes:,}"] if num_bytes is not None else []),
         *([f"- the others in {bits} bits and a scale for {config['group_size']}"] if bits else []),
+        *(
+            [f"- the output head on the grid `{config['head_grid']}`"]
+            if config.get("head_grid")
+            else []
+        ),
         *_zeros_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
         *_calibration(report.provenance.get("data", {})),
@@ -194,7 +199,10 @@ def _kind(config: Mapping[str, Any]) -> str:
     pruned = f"pruned to {amount} sparsity" if amount else None
     if structure := config.get("structure"):
         pruned = f"without {100 * (sparsity or 0):.3g}% of the {structure}"
-    return " and ".join(filter(None, [pruned, f"quantised to {bits} bits" if bits else None]))
+    quantised = f"quantised to {bits} bits" if bits else None
+    if not (pruned or quantised):
+        quantised = f"with its head in {config['head_grid']}"
+    return " and ".join(filter(None, [pruned, quantised]))
 
 
 def _how(method: str, trained: dict[str, Any]) -> str:

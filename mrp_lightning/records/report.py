@@ -40,7 +40,8 @@ class LayerReport(_Row):
         name: The name of the layer in the checkpoint.
         shape: The shape of the weight, (rows, columns) if it is pruned.
         method: The mask and the compensation, such as `SM`.
-        sparsity: The fraction of the weights that are removed, between 0 and 1.
+        sparsity: The fraction of the weights that are removed, between 0 and 1. It is `None` for an
+            output head on a grid of its own, which has no part in the pattern.
         loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows.
         relative_loss: `loss` divided by the mean over the tokens of ‖wx‖².
         damping: The λ that was added to the diagonal of the Hessian.
@@ -395,7 +396,7 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
     earlier = report.provenance.get("pruned_before")
-    keys = ("method", "structure", "sparsity", "pattern", "bits")
+    keys = ("method", "structure", "sparsity", "pattern", "bits", "head_grid")
     settings = {key: report.config.get(key) for key in keys}
     return [
         *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),
@@ -432,6 +433,7 @@ class _Config:
     bits: int | None = None
     group_size: int = 64
     grid: str | None = None
+    head_grid: str | None = None
     structure: str | None = None
 
     def __post_init__(self) -> None:
@@ -439,7 +441,7 @@ class _Config:
 
 
 def _recipe(config: Mapping[str, Any]) -> Recipe:
-    keys = ("sparsity", "pattern", "bits", "group_size", "grid")
+    keys = ("sparsity", "pattern", "bits", "group_size", "grid", "head_grid")
     amount = {key: config[key] for key in keys if config.get(key) is not None}
     leaves_zeros = config.get("structure") is None
     return Recipe.of(method="magnitude", leaves_zeros=leaves_zeros, **amount)

@@ -90,6 +90,7 @@ class Recipe:
             all. Masks that are chosen at once for the whole layer ignore it.
         damping: Fraction of the mean diagonal of the Hessian that is added to it, finite and ≥ 0.
         grid: The values that kept weights can have; None for all.
+        head_grid: The values that the weights of the output head can have; None leaves it as it is.
 
     Raises:
         MethodError: The mask does not exist for the pattern.
@@ -102,6 +103,7 @@ class Recipe:
     block_size: int | None
     damping: float
     grid: Grid | None = None
+    head_grid: Grid | None = None
 
     def __post_init__(self) -> None:
         self.method.mask.check(self.pattern)
@@ -145,22 +147,35 @@ class Recipe:
         grid: str | None = None,
         zero_has_a_code: bool = False,
         leaves_zeros: bool = True,
+        head_grid: str | None = None,
     ) -> "Recipe":
         """Parse the arguments of `prune_weight`, which documents them and the errors.
 
+        With `head_grid`, the grid of an output head, all other layers may stay as they are.
         `leaves_zeros` says whether the removed weights are zeros of the result: without whole
         columns the result is a smaller matrix, and its grid that of a dense one.
         """
         sparse = sparsity is not None or pattern is not None
         parsed_grid = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse and leaves_zeros)
-        is_dense = parsed_grid is not None and not sparse
+        is_dense = (parsed_grid is not None or head_grid is not None) and not sparse
         return cls(
             pattern=Dense() if is_dense else make_pattern(sparsity, pattern),
             method=parse_method(method, tolerance=tolerance),
             block_size=block_size,
             damping=damping,
             grid=parsed_grid,
+            head_grid=None if head_grid is None else grid_named(head_grid, "head_grid"),
         )
+
+    @property
+    def for_head(self) -> "Recipe":
+        """The recipe of putting the output head on its grid."""
+        return replace(self, pattern=Dense(), grid=self.head_grid)
+
+    @property
+    def is_of_head_alone(self) -> bool:
+        """Whether all layers but the output head stay as they are."""
+        return isinstance(self.pattern, Dense) and self.grid is None
 
     @property
     def grid_alone(self) -> "Recipe":

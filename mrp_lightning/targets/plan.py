@@ -20,6 +20,7 @@ from mrp_lightning.targets.layers import (
     PLAIN_DTYPES,
     Expert,
     Layer,
+    Linear,
     fused_weights,
     is_adapter,
     is_linear,
@@ -120,11 +121,19 @@ class Plan:
     layers: dict[str, list[Layer]]  # the layers to prune, by the name of their block
     outside: list[Layer]  # layers in no block, calibrated in one pass after the blocks
     skipped: list[Skipped] = field(default_factory=list)  # weights that stay dense, with the reason
+    head: Layer | None = None  # the output head, if it is quantised to a grid of its own
 
     @property
     def num_layers(self) -> int:
         """The number of layers to prune."""
-        return sum(map(len, self.layers.values())) + len(self.outside)
+        inside = sum(map(len, self.layers.values()))
+        return inside + len(self.outside) + (self.head is not None)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of entries of a journal: blocks with layers, those outside, and the head."""
+        blocks = sum(1 for layers in self.layers.values() if layers)
+        return blocks + bool(self.outside) + (self.head is not None)
 
     def block_of(self, name: str) -> str | None:
         """Return the name of the block that holds a weight, `None` outside the blocks."""
@@ -236,6 +245,39 @@ def make_plan(
         outside=[chosen_layers[n] for n in outside if n in chosen_layers],
         skipped=list(skipped.values()),
     )
+
+
+def find_head(root: nn.Module, model: nn.Module, grid: Grid, prefix: str = "") -> Layer:
+    """Return the output head of a model, and check that it can be put on a grid.
+
+    Args:
+        root: The module that holds the model.
+        model: A transformers model, which names its head.
+        grid: The grid.
+        prefix: A prefix of names in `root` that the name of the layer lacks.
+
+    Raises:
+        TargetError: The model has no linear head, or its weight is not a plain tensor.
+        PatternError: The groups of the grid do not fit its columns.
+    """
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    name = next((n for n, module in named_modules(root) if module is outputs), None)
+    if name is None or not isinstance(outputs, nn.Linear):
+        kind = "none" if outputs is None else f"a {type(outputs).__name__}"
+        raise TargetError(
+            "`head_grid` needs a transformers model with a linear output head, as "
+            f"`get_output_embeddings` returns it; {type(model).__name__} has {kind}. Leave "
+            "`head_grid` out, or name a layer in `targets`."
+        )
+    head = Linear(name.removeprefix(prefix), outputs)
+    if reason := why_not_plain(head):
+        _refuse_unusual({head.name: reason})
+    if not grid.divides(head.columns):
+        raise PatternError(
+            f"`head_grid` {grid} does not fit {head.name}: {head.columns} columns do not divide "
+            f"into groups of {grid.columns_together}. Take another grid, or leave it out."
+        )
+    return head
 
 
 def _unusual(

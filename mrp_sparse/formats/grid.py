@@ -485,12 +485,16 @@ GRIDS = {
 compressed-tensors, whose scales are bfloat16."""
 
 
-def grid_named(name: str) -> Grid:
+def grid_named(name: str, argument: str = "grid") -> Grid:
     """Return the grid of an engine.
+
+    Args:
+        name: The name in `GRIDS`.
+        argument: The argument that names it, for messages.
 
     Raises:
         OptionError: There is no grid of that name; the message lists all.
     """
     if name not in GRIDS:
-        raise OptionError(f"`grid` must be one of {', '.join(GRIDS)}; got {name!r}.")
+        raise OptionError(f"`{argument}` must be one of {', '.join(GRIDS)}; got {name!r}.")
     return GRIDS[name]

@@ -104,6 +104,16 @@ def test_layers_can_stay_dense_and_others_are_refused(pruned, tmp_path, capsys):
         assert not other.with_name(f"{name}-compressed-tensors").exists()
 
 
+def test_a_head_on_a_grid_of_its_own_stays_dense(pruned, tmp_path):
+    run = pruned(grid="int4-g32", head_grid="q8_0")
+    out = export(run)
+    stored, dense = load_file(out / "model.safetensors"), load_file(run / "model.safetensors")
+    assert torch.equal(stored["lm_head.weight"], dense["lm_head.weight"])
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    assert len([name for name in stored if name.endswith("weight_packed")]) == 14
+
+
 def test_a_model_that_is_stored_wider_than_it_was_pruned_is_explained(pruned, capsys):
     run = pruned(grid="int4-g32")
     AutoModelForCausalLM.from_pretrained(run).float().save_pretrained(run)

@@ -150,6 +150,48 @@ def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_p
     assert "Prune with `grid: iq4_nl`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "of_blocks", "of_head"),
+    [
+        ({"head_grid": "iq4_nl"}, None, "F32", "IQ4_NL"),
+        ({"head_grid": "iq4_nl"}, "bf16", "BF16", "BF16"),
+        ({"head_grid": "iq4_nl", "grid": "q4_0"}, "q4_0", "Q4_0", "IQ4_NL"),
+        ({"head_grid": "q5_0", "sparsity": 0.5, "bits": 4}, "q8_0", "Q8_0", "Q5_0"),
+        ({"head_grid": "q8_0", "grid": "iq4_nl"}, None, "IQ4_NL", "Q8_0"),
+    ],
+    ids=str,
+)
+def test_a_head_on_a_grid_is_exact_in_its_type(
+    options, kind, of_blocks, of_head, tiny_llama, tmp_path, capsys
+):
+    run = pruned(tiny_llama, tmp_path / "run", **options)
+    out = tmp_path / "run.gguf"
+    main([str(run), "--out", str(out), *(["--type", kind] if kind else [])])
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    assert stored["blk.0.ffn_down.weight"].tensor_type.name == of_blocks
+    head = stored["token_embd.weight"]
+    assert head.tensor_type.name == of_head
+    values = torch.from_numpy(dequantize(head.data, head.tensor_type).copy())
+    weight = AutoModelForCausalLM.from_pretrained(run).lm_head.weight
+    assert torch.equal(values.to(weight.dtype), weight) == (kind != "bf16")
+    assert "output.weight" not in stored  # tied
+
+
+def test_of_a_free_head_only_the_head_is_on_the_grid(tiny_llama, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    config = model.config
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
+    run = pruned(tmp_path / "dense", tmp_path / "run", grid="q4_0", head_grid="iq4_nl")
+    for kind, of_embeddings in (("auto", "BF16"), ("q4_0", "Q8_0")):
+        out = tmp_path / f"{kind}.gguf"
+        main([str(run), "--out", str(out), "--type", kind])
+        types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+        assert (types["output.weight"], types["token_embd.weight"]) == ("IQ4_NL", of_embeddings)
+
+
 def test_a_file_that_is_cut_short_is_no_success(source, tmp_path, monkeypatch, capsys):
     run = pruned(source, tmp_path / "run", pattern="2:4")
     out = tmp_path / "out.gguf"

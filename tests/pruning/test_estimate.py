@@ -1,11 +1,14 @@
 """The estimate of a pruning against sums by hand, for one layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.job import Settings
+from mrp_lightning.targets.layers import layers_of
 from mrp_lightning.targets.plan import make_plan
 
 
@@ -33,6 +36,20 @@ def test_what_costs_more_is_expected_to():
     times = [expected(**options).seconds for options in ways]
     assert times == sorted(times)
     assert len(set(times)) == 5
+
+
+def test_a_head_costs_its_solution_and_its_copy():
+    model = nn.Sequential(nn.ModuleList([nn.Linear(40, 20, bias=False)]))
+    head = layers_of("head", nn.Linear(40, 500, bias=False))[0]
+    settings = Settings(method="SM", sparsity=0.5, head_grid="iq4_nl")
+    plan = replace(make_plan(model, settings.recipe.pattern), head=head)
+    speeds = {"tokens_per_second": 100.0, "products_per_second": 1e4}
+    found = estimate(model, plan, settings, windows=5, length=100, **speeds)
+    alone = expected()
+    of_head = (20 * 500 * 40 * 40 + 3 * 40**3) / 1e4 + 500 / 100 * 40**2 / (40 * 20)
+    assert found.seconds - alone.seconds == pytest.approx(of_head)
+    solver = 4 * (17.5 * 500 * 40 + 9.1 * 40**2) - 4 * (17.5 * 20 * 40 + 9.1 * 40**2)
+    assert found.num_bytes - alone.num_bytes == pytest.approx(solver + 4 * 500 * 40)
 
 
 def test_what_is_done_before_takes_its_time_and_gives_its_memory_back():

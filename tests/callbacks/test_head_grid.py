@@ -1,0 +1,220 @@
+"""The output head on a grid of its own, against `prune_weight` on the head's own inputs."""
+
+import json
+
+import pytest
+import torch
+from ddp_worker import bits
+from families import build
+from thread_processes import together
+from torch import nn
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, OPTConfig
+
+from callbacks import MRPCallback
+from mrp_lightning import (
+    CausalLM,
+    HessianAccumulator,
+    OptionError,
+    PatternError,
+    TargetError,
+    Trainer,
+    prune_weight,
+)
+from mrp_lightning.journal.journal import Journal
+from mrp_lightning.pruning import prune_layers
+from mrp_lightning.pruning.prune_layers import Calibrated, quantise_head
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.layers import layers_of
+from mrp_sparse.formats.grid import GRIDS
+
+
+def expected_head(pruned, head, dense, batches, grid):
+    """Quantise the dense head by the Hessian of its inputs in the pruned model."""
+    quantised = head.weight.detach().clone()
+    head.weight.data.copy_(dense)  # a tied embedding feeds the head
+    inputs = HessianAccumulator(head.in_features)
+    hook = head.register_forward_pre_hook(lambda _, args: inputs.update(args[0]))
+    with torch.no_grad():
+        for batch in batches:
+            pruned(batch)
+    hook.remove()
+    head.weight.data.copy_(quantised)
+    return prune_weight(dense, inputs.hessian(), grid=grid)
+
+
+RUNS = [
+    {},
+    {"pattern": "2:4", "offload": True},
+    {"bits": 4, "target": "dense", "true_sequential": True},
+    {"sparsity": 0.5, "structure": "neurons", "bits": 4},
+    {"sparsity": 0.5, "ignore": ["layers.1"]},
+]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "free"])
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_the_head_is_put_on_its_grid_by_its_own_inputs(options, tied, llama, loader, quiet):
+    model = llama(tie_word_embeddings=tied)
+    dense = model.lm_head.weight.detach().clone()
+    embeddings = model.model.embed_tokens.weight.detach().clone()
+    callback = MRPCallback(head_grid="iq4_nl", **options)
+    Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    expected = expected_head(model, model.lm_head, dense, loader, "iq4_nl")
+    assert torch.equal(model.lm_head.weight, expected.weight)
+    GRIDS["iq4_nl"].decompose(model.lm_head.weight)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert torch.equal(model.model.embed_tokens.weight, embeddings) != tied
+    row = callback.report.layers[-1]
+    assert (row.name, row.bits, row.sparsity, row.block) == ("lm_head", 4, None, None)
+    assert row.loss == row.grid_loss == pytest.approx(expected.loss)
+    assert row.tokens == 128
+    assert (row.own_target is None) == ("target" not in options)
+    assert callback.report.totals["layers"] == len(callback.report.pruned)
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "opt"])
+def test_other_ways_to_walk_give_the_head_its_own_inputs(family, loader, quiet):
+    """The blocks of one run only in whole forwards, and the other has layers around its blocks."""
+    model, outside = build(family), {}
+    if family == "opt":
+        sizes = {"word_embed_proj_dim": 32, "hidden_size": 48, "ffn_dim": 32}
+        model = AutoModelForCausalLM.from_config(
+            OPTConfig(vocab_size=64, num_hidden_layers=2, num_attention_heads=4, **sizes)
+        ).eval()
+        outside = {"targets": ["q_proj", "project_in"]}
+    head = model.get_output_embeddings()
+    dense = head.weight.detach().clone()
+    callback = MRPCallback(sparsity=0.5, head_grid="q4_0", **outside)
+    Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    pruned = [row.name for row in callback.report.pruned]
+    assert pruned[-1].endswith("lm_head")
+    assert any("project_in" in name for name in pruned) == (family == "opt")
+    expected = expected_head(model, head, dense, loader, "q4_0").weight
+    assert torch.equal(head.weight, expected)
+
+
+def test_what_is_saved_is_tied_and_says_so(llama, loader, quiet, tmp_path):
+    llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "dense")
+    callback = MRPCallback(pattern="2:4", head_grid="q5_0", save_dir=tmp_path / "out")
+    module = CausalLM(tmp_path / "dense")
+    Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight
+    assert torch.equal(saved.lm_head.weight, module.model.lm_head.weight)
+    GRIDS["q5_0"].decompose(saved.lm_head.weight)
+    report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
+    assert report["config"]["head_grid"] == "q5_0"
+    assert report["layers"][-1]["name"] == "lm_head"
+    assert report["layers"][-1]["sparsity"] is None
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "the output head on the grid `q5_0`" in card
+    assert '  head_grid: "q5_0"\n' in card
+
+
+class Stopped(BaseException):
+    """Ends a run as a kill would."""
+
+
+@pytest.mark.parametrize(("entries", "streaming"), [(1, False), (2, True), (3, False)])
+def test_a_run_goes_on_with_the_same_bits(
+    entries, streaming, llama, loader, quiet, tmp_path, monkeypatch
+):
+    """Stopped after the first block, before the head, and after it."""
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
+
+    def run(name):
+        module = CausalLM(tmp_path / "dense", streaming=streaming and name == "parts")
+        options = {"bits": 4, "target": "dense", "save_dir": tmp_path / name}
+        callback = MRPCallback(head_grid="iq4_nl", **options)
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+        return callback.report
+
+    run("whole")
+    write, steps = Journal.write, []
+
+    def write_and_stop(self, step, record):
+        write(self, step, record)
+        steps.append(step)
+        if len(steps) == entries:
+            raise Stopped
+
+    monkeypatch.setattr(Journal, "write", write_and_stop)
+    with pytest.raises(Stopped):
+        run("parts")
+    monkeypatch.undo()
+    assert steps == [0, 1, 2][:entries]
+    report = run("parts")
+    assert report.resumed_blocks == entries
+    assert [row.name for row in report.layers][-1] == "lm_head"
+    whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("whole", "parts"))
+    assert bits(whole) == bits(parts)
+
+
+@torch.no_grad()
+def test_rows_in_parts_and_in_processes_get_the_weights_that_all_get_at_once(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 64, generator=generator) @ torch.randn(64, 64, generator=generator)
+    hessian = 2 * x.T @ x / 300
+    dense = torch.randn(101, 64, generator=generator).bfloat16()
+    recipe = Recipe.of(method="SM", head_grid="iq4_nl").for_head
+
+    @torch.no_grad()  # a thread has a mode of its own
+    def quantised(processes=None):
+        linear = nn.Linear(64, 101, bias=False, dtype=torch.bfloat16)
+        linear.weight.copy_(dense)
+        options = {} if processes is None else {"processes": processes}
+        calibrated = Calibrated(InputHessian(hessian), tokens=300)
+        row = quantise_head(layers_of("head", linear)[0], calibrated, recipe, **options)
+        return linear.weight.detach(), row
+
+    monkeypatch.setattr(prune_layers, "ELEMENTS", 64 * 20)
+    expected = prune_weight(dense, hessian, grid="iq4_nl")
+    energy = float((dense.double() @ x.double().T).square().sum()) / 300
+    for weight, row in [quantised(), *together(2, quantised)]:
+        # Sums over other numbers of rows are rounded differently, which decides between two codes.
+        assert (weight == expected.weight).float().mean() > 0.999
+        assert row.loss == pytest.approx(expected.loss, rel=1e-3)
+        assert row.relative_loss == pytest.approx(row.loss / energy, rel=1e-3)
+        change = (weight - dense).double()
+        assert row.loss == pytest.approx(
+            float((change @ x.double().T).square().sum()) / 300, rel=1e-3
+        )
+    assert row.damping == pytest.approx(0.01 * float(hessian.diagonal().mean()))
+
+
+class Plain(nn.Module):
+    """A module that names no output head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_does_not_go_is_refused_by_name_before_any_work(llama, loader, quiet):
+    for options, message in (
+        ({"head_grid": "q4"}, "`head_grid` must be one of q3_k"),
+        ({"head_grid": "q4_0", "targets": "q_proj"}, "`head_grid` alone .*`targets`"),
+        ({"head_grid": "q4_0", "tuning": True, "target": "dense"}, "`target`, `tuning`"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            MRPCallback(**options)
+
+    def predict(model, **options):
+        callback = MRPCallback(head_grid="q4_0", **options)
+        Trainer(**quiet).predict(model, loader, callbacks=[callback])
+
+    with pytest.raises(TargetError, match="linear output head.*Plain has none"):
+        predict(Plain(), sparsity=0.5)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(TargetError, match="BertModel has none"):
+        predict(BertModel(BertConfig(vocab_size=64, **sizes)), sparsity=0.5)
+    with pytest.raises(OptionError, match="`targets` names lm_head"):
+        predict(llama(), sparsity=0.5, targets=["lm_head"])
+    with pytest.raises(PatternError, match="`head_grid` q4_0 does not fit lm_head: 48 columns"):
+        predict(llama(hidden_size=48), sparsity=0.5)
