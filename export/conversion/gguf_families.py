@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, SpecialVocab
 from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.gguf_layout import Layout, rotated
+from export.conversion.gguf_layout import Layout, known_parameters, rotated
 from mrp_lightning.errors import OptionError
 from mrp_lightning.json_files import read_json
 
@@ -84,7 +84,7 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors, parameters, known = {}, {}, checkpoint.grid_parameters()
+    tensors, parameters, known = {}, {}, known_parameters(checkpoint, model)
     for name, parameter in model.state_dict().items():
         # Without a head in the file, llama.cpp uses the embeddings.
         if name == "lm_head.weight" and config.tie_word_embeddings:

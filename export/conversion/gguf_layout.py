@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
@@ -54,6 +54,22 @@ class Layout:
     parameters: Mapping[str, GridParameters] = field(default_factory=dict)
 
 
+def known_parameters(checkpoint: Checkpoint, model: nn.Module) -> dict[str, GridParameters]:
+    """Return the grid parameters of a checkpoint by the names of modules; tied ones share them."""
+    known = checkpoint.grid_parameters()
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    by_weight = {
+        id(weight): known[name]
+        for name in known
+        if (weight := weights.get(f"{name}.weight")) is not None
+    }
+    return {
+        name.removesuffix(".weight"): by_weight[id(weight)]
+        for name, weight in weights.items()
+        if id(weight) in by_weight
+    }
+
+
 def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
     """Return the layout of a checkpoint by a GGUF file of the same model.
 
@@ -70,7 +86,8 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
     config = checkpoint.pretrained_config().get_text_config()
     source = gguf_config(like).get_text_config()
     _refuse_other(source, config, like)
-    state = checkpoint.load().state_dict()
+    model = checkpoint.load()
+    state = model.state_dict()
     with reading(like, "--like"):
         locations = list(
             _locations(reader, gguf_model(like, torch.float32, None).state_dict(), source)
@@ -82,7 +99,7 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
             f"`--like`: {like} and {checkpoint.path} do not hold the same weights. In one of them "
             f"only: {', '.join(unmatched[:5])}."
         )
-    known = checkpoint.grid_parameters()
+    known = known_parameters(checkpoint, model)
     arranged = {each.stored: each.arranged(state[each.name], config) for each in locations}
     sizes = _sizes(arranged, config, source)
     return Layout(

@@ -290,7 +290,11 @@ class HeadSolver(_HessianRemover):
         (head,) = layers
         block.report_progress(head.name)
         progress = partial(_report_of_layer, block, head)
-        block.add(quantise_head(head, calibrated, self._recipe, progress, block.job.processes))
+        (row,), parameters = quantise_head(
+            head, calibrated, self._recipe, progress, block.job.processes
+        )
+        block.add(row)
+        block.job.report.grid |= parameters
         block.report_progress(head.name)
 
 

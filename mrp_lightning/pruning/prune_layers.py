@@ -208,8 +208,8 @@ def quantise_head(
     recipe: Recipe,
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
-) -> LayerReport:
-    """Quantise the output head in place, and return its row of the report.
+) -> Pruned:
+    """Quantise the output head in place, and return its row of the report and its parameters.
 
     A vocabulary has so many rows that float32 copies of all of them would take more memory than any
     layer of a block. Rows of a quantisation are independent, so some are solved at a time; the
@@ -218,18 +218,19 @@ def quantise_head(
     assert recipe.grid is not None
     weight, inputs = layer.weight, calibrated.inputs
     quantised, columns = torch.empty_like(weight), weight.shape[1]
-    losses, energies = [], []
+    losses, energies, parts = [], [], []
     with measured(weight.device) as used:
         for first, end in split_range(0, len(weight), max(1, ELEMENTS // columns)):
             rows = weight[first:end]
-            ((solved, loss),) = put_on_grid([rows], inputs, recipe, progress, processes=processes)
-            quantised[first:end] = solved
+            solutions = put_on_grid([rows], inputs, recipe, progress, processes=processes)
+            ((quantised[first:end], of_rows, loss),) = solutions
+            parts.append(of_rows)
             losses.append(loss)
             energies.append(output_energy(rows, inputs.hessian))
         damped = inputs.damped(recipe.damping)
     layer.write_(quantised)
     loss, energy = math.fsum(losses), math.fsum(energies)
-    return LayerReport(
+    row = LayerReport(
         name=layer.name,
         shape=tuple(weight.shape),
         method=recipe.method.name,
@@ -245,6 +246,7 @@ def quantise_head(
         grid_loss=loss,
         **used,
     )
+    return [row], _by_name([layer], recipe, [GridParameters.concatenated(parts)])
 
 
 def _fraction(selected: Tensor) -> float:

@@ -6,7 +6,7 @@ formats, `GRIDS` those of the types that engines read: the solver is the same fo
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -78,6 +78,12 @@ class GridParameters:
     def split(self, sizes: list[int]) -> list["GridParameters"]:
         """Return the parameters of consecutive numbers of rows."""
         return [GridParameters(scales) for scales in self.scales.split(sizes)]
+
+    @staticmethod
+    def concatenated(parts: Sequence["GridParameters"]) -> "GridParameters":
+        """Return the parameters of consecutive rows as those of one weight."""
+        kinds = [kind for kind, tensor in vars(parts[0]).items() if tensor is not None]
+        return GridParameters(**{k: torch.cat([vars(part)[k] for part in parts]) for k in kinds})
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from mrp_lightning import (
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.pruning import prune_layers
 from mrp_lightning.pruning.prune_layers import Calibrated, quantise_head
+from mrp_lightning.records import grid_file
+from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of
@@ -102,7 +104,8 @@ def test_what_is_saved_is_tied_and_says_so(llama, loader, quiet, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert saved.lm_head.weight is saved.model.embed_tokens.weight
     assert torch.equal(saved.lm_head.weight, module.model.lm_head.weight)
-    GRIDS["q5_0"].decompose(saved.lm_head.weight)
+    parameters = load_parameters(tmp_path / "out" / grid_file.NAME)
+    assert GRIDS["q5_0"].codes_of(saved.lm_head.weight, parameters["lm_head"]) is not None
     report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
     assert report["config"]["head_grid"] == "q5_0"
     assert report["layers"][-1]["name"] == "lm_head"
@@ -165,7 +168,10 @@ def test_rows_in_parts_and_in_processes_get_the_weights_that_all_get_at_once(mon
         linear.weight.copy_(dense)
         options = {} if processes is None else {"processes": processes}
         calibrated = Calibrated(InputHessian(hessian), tokens=300)
-        row = quantise_head(layers_of("head", linear)[0], calibrated, recipe, **options)
+        layer = layers_of("head", linear)[0]
+        (row,), parameters = quantise_head(layer, calibrated, recipe, **options)
+        codes = GRIDS["iq4_nl"].codes_of(linear.weight, parameters["head"])
+        assert codes is not None  # the parameters give these weights
         return linear.weight.detach(), row
 
     monkeypatch.setattr(prune_layers, "ELEMENTS", 64 * 20)
