@@ -17,7 +17,6 @@ from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from export.backends import apply, check_backend
-from export.conversion.selection import alike
 from export.timing import (
     REPEATS,
     SpeedOptions,
@@ -31,6 +30,7 @@ from export.timing import (
 from mrp_lightning.errors import OptionError, first_line
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
+from mrp_lightning.targets.blocks import alike
 from mrp_sparse.arguments import checked
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.kernels import cusparselt

@@ -28,6 +28,7 @@ from export.conversion.writing import (
 from export.report import ExportReport, write_card
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named
+from mrp_lightning.errors import counted
 from mrp_lightning.files import output_path
 from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_sparse.formats.bitmask import BITMASK
@@ -164,8 +165,8 @@ def compress(options: PackingOptions) -> Path:
             num_bytes = open_checkpoint(staging).num_bytes
     groups = "a row" if compressed.group_size < 0 else f"{compressed.group_size} columns"
     sys.stdout.write(
-        f"{len(compressed.layers)} layers in {compressed.bits} bits, with a scale for {groups}; "
-        "each weight is read back to the bit.\n"
+        f"{counted(len(compressed.layers), 'layer')} in {compressed.bits} bits, with a scale for "
+        f"{groups}; each weight is read back to the bit.\n"
         f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. vLLM, SGLang and, with the "
         "package compressed-tensors, transformers load it.\n"
         f"Written to {out}\n"

@@ -11,15 +11,17 @@ from rich.table import Table
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.parity import Parity
-from export.conversion.selection import LayerChoice, alike
+from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
 from mrp_lightning.environment import command, versions
+from mrp_lightning.errors import counted
 from mrp_lightning.files import save_text, visible_files
 from mrp_lightning.json_files import as_json
 from mrp_lightning.models.checkpoint import model_class
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import NAME as CARD
 from mrp_lightning.records.model_card import made_by, new_card, with_perplexities, with_section
+from mrp_lightning.targets.blocks import alike
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
@@ -142,7 +144,7 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) ->
 def _sizes(report: ExportReport) -> Table:
     totals = report.totals
     kind = report.format if report.format.startswith("bitmask") else "2:4"
-    name = f"{totals['packed_layers']} {kind} layers"
+    name = counted(totals["packed_layers"], f"{kind} layer")
     sizes = {name: (totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"])}
     if report.head is not None:
         sizes["head of 8 bits"] = (report.head.dense_bytes, report.head.packed_bytes)
@@ -168,7 +170,7 @@ def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
         yield "largest relative error of a layer", errors
     agrees = "likeliest next token agrees"
     if (text := parity.text) is not None:
-        yield "compared on", f"{text.tokens} tokens: {text.text}"
+        yield "compared on", f"{counted(text.tokens, 'token')}: {text.text}"
         equal = "equal" if text.bit_equal else f"largest difference {text.max_difference:.3g}"
         yield "logits", equal
         yield agrees, f"{text.top1_agreement:.2%}"

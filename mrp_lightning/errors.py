@@ -5,6 +5,7 @@ from mrp_sparse.errors import FormatError as FormatError
 from mrp_sparse.errors import OptionError as OptionError
 from mrp_sparse.errors import PatternError as PatternError
 from mrp_sparse.errors import TargetError as TargetError
+from mrp_sparse.errors import counted as counted
 from mrp_sparse.errors import first_line as first_line
 
 FAILED, MISTAKE = 1, 2

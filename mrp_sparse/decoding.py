@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TextStreamer
 
 from mrp_sparse.compiled_step import CompiledStep
-from mrp_sparse.errors import OptionError, first_line
+from mrp_sparse.errors import OptionError, counted, first_line
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class Speed:
 
     def __str__(self) -> str:
         return (
-            f"[{self.tokens} tokens: the first after {self.first:.2f} s, then {self.rate:.1f} a "
-            f"second; {self.num_bytes / 2**20:,.0f} MiB of weights]"
+            f"[{counted(self.tokens, 'token')}: the first after {self.first:.2f} s, then "
+            f"{self.rate:.1f} a second; {self.num_bytes / 2**20:,.0f} MiB of weights]"
         )
 
 

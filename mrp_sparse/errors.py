@@ -39,3 +39,8 @@ def first_line(error: Exception) -> str:
     kind = type(error).__name__
     lines = str(error).strip().splitlines()
     return f"{kind}: {lines[0]}" if lines else kind
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 layer` and `1,024 layers`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

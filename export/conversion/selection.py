@@ -28,7 +28,7 @@ from mrp_lightning.models.checkpoint import build_without_weights, names_in_mode
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
-from mrp_lightning.targets.blocks import matches, require_matches, without_numbers
+from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
@@ -272,8 +272,7 @@ def _refuse_misfits(
             f"`--allow-partial`:\n{_listed(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
-        listed = _listed(choices)
-        raise PatternError(f"{path} has no layer that can be packed:\n{listed}")
+        raise PatternError(f"{path} has no layer that can be packed:\n{_listed(choices)}")
 
 
 def _of_bits(grid: Grid | None) -> str:
@@ -288,26 +287,7 @@ def _of_bits(grid: Grid | None) -> str:
 
 
 def _listed(choices: Sequence[LayerChoice]) -> str:
-    reasons = {choice.name: choice.reason or "" for choice in choices}
-    return "\n".join(f"  {layers}: {reason}" for layers, reason in alike(reasons))
-
-
-def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return layers with reasons, merging layers that differ only in numbers into one with a count.
-
-    If the numbers in their reasons differ, too, one layer is named as an example.
-    """
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault((without_numbers(name), without_numbers(reason)), []).append(name)
-    rows = []
-    for (pattern, _), names in groups.items():
-        first = names[0]
-        layers = first if len(names) == 1 else f"{pattern} ({len(names)} layers)"
-        if len({reasons[name] for name in names}) > 1:
-            layers += f", such as {first}"
-        rows.append((layers, reasons[first]))
-    return rows
+    return listed({choice.name: choice.reason or "" for choice in choices})
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -1,5 +1,6 @@
 """The parser of all command lines: jsonargparse's, with mistakes reported in one line."""
 
+import logging
 import re
 import sys
 import warnings
@@ -12,12 +13,16 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mrp_lightning.cli.arguments_given import Argument, arguments_given
 from mrp_lightning.cli.mistakes import explain, nearest, unknown_key
+from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.upstream.other_names import option_named, options_of
 
 # Reading attribute docstrings, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
 set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
+
+_OWN_LOGGERS = ("mrp_lightning", "callbacks", progress_log.name)
+"""The beginnings of the names of loggers whose messages name arguments."""
 
 
 class Parser(ArgumentParser):
@@ -61,15 +66,22 @@ class Parser(ArgumentParser):
 
     @contextmanager
     def options_in_errors(self) -> Iterator[None]:
-        """Replace arguments in errors and warnings of this context by options, such as `--out`."""
-        shown = warnings.showwarning
+        """Replace arguments in errors, warnings and log records of this context by options."""
+        shown, make_record = warnings.showwarning, logging.getLogRecordFactory()
 
         def show(message: Warning | str, *origin: Any, **more: Any) -> None:
             if isinstance(message, Warning):
                 message.args = (self.in_options(str(message)),)
             shown(message, *origin, **more)
 
+        def record_in_options(*args: Any, **more: Any) -> logging.LogRecord:
+            record = make_record(*args, **more)
+            if record.name.startswith(_OWN_LOGGERS):
+                record.msg, record.args = self.in_options(record.getMessage()), ()
+            return record
+
         warnings.showwarning = show
+        logging.setLogRecordFactory(record_in_options)
         try:
             yield
         except Exception as error:
@@ -80,6 +92,7 @@ class Parser(ArgumentParser):
             raise
         finally:
             warnings.showwarning = shown
+            logging.setLogRecordFactory(make_record)
 
     def in_options(self, message: str) -> str:
         """Return a message with options for Python's or YAML's arguments: `--a b` for `a: b`."""

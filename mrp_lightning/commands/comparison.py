@@ -1,7 +1,6 @@
 """One pruning and its comparison with the dense model, on the same windows of held-out text."""
 
 import math
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from mrp_lightning.commands.main import command_named
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.environment import quiet_lightning
-from mrp_lightning.errors import ArgumentError
+from mrp_lightning.errors import ArgumentError, counted
 from mrp_lightning.experiments.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
@@ -184,8 +183,9 @@ class Size:
 
     Attributes:
         num_bytes: The bytes of the model's weights.
-        ms_a_token: Milliseconds per generated token, for one text at a time, uncompiled; `None` if
-            it cannot be measured here.
+        ms_a_token: Milliseconds per generated token, for one text at a time, uncompiled: the least
+            of a few, since other work on the machine only adds to it. `None` if it cannot be
+            measured here.
     """
 
     num_bytes: int
@@ -208,7 +208,7 @@ class Size:
                 mask = torch.ones_like(ids)
                 model.eval().generate(ids, attention_mask=mask, streamer=times, **options)
         steps = [later - earlier for earlier, later in pairwise(times.seen[2:])]
-        return cls(num_bytes, 1000 * statistics.median(steps))
+        return cls(num_bytes, 1000 * min(steps))
 
     def cells(self) -> tuple[str, str]:
         """Return the cells of a table: bytes, and milliseconds a token."""
@@ -244,13 +244,9 @@ class _HeldOut:
     @classmethod
     def of(cls, data: TextDataModule, limit: int) -> "_HeldOut":
         """Read at most `limit` windows of the held-out text or the standard library."""
-        loader = data.test_dataloader()
-        assert isinstance(loader, DataLoader)
-        assert isinstance(loader.dataset, Windows)
         files = f"held-out part of {data.calibration_source}"
         name = files if data.train_files else f"source of {StandardLibrary().name}"
-        ids = loader.dataset.ids[:limit]
-        return cls(name, Windows(ids, loader.dataset.prefix), data.batch_size)
+        return cls(name, data.windows("test", limit), data.batch_size)
 
     def evaluate(self, name: str, model: CausalLM, trainer: Trainer, console: Console) -> Scores:
         """Measure the perplexity of a model."""
@@ -268,8 +264,7 @@ class _HeldOut:
 
     def described(self, scores: Scores) -> str:
         """Describe the text and its size."""
-        count = len(self.windows)
-        windows = f"{count} window{'s' * (count != 1)}"
+        windows = counted(len(self.windows), "window")
         return f"{windows} of {scores['context']} tokens of the {self.name}"
 
 
@@ -295,10 +290,10 @@ def _plan(
         else "text that the model writes itself. Text that is like yours is given by `--text "
         "FILE`: it is then evaluated on, too."
     )
-    windows = f"{num_samples} window{'s' * (num_samples != 1)}"
+    windows = counted(num_samples, "window")
     return (
-        f"{plan.num_layers} layers are to be {verb} to {_amount(settings)} by "
-        f"{settings.recipe.method}, calibrated on {windows} of {text}"
+        f"{plan.num_layers} layer{'s are' if plan.num_layers != 1 else ' is'} to be {verb} to "
+        f"{_amount(settings)} by {_method(settings)}, calibrated on {windows} of {text}"
     )
 
 
@@ -308,6 +303,17 @@ def _amount(settings: Settings) -> str:
     grid = settings.recipe.grid
     rest = f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
     return rest if grid is None else f"{rest} and {grid}"
+
+
+def _method(settings: Settings) -> str:
+    """Return the method with the parts that it goes with, such as `JM, dense target, tuned`."""
+    parts = [
+        settings.method,
+        "dense target" * (settings.target == "dense"),
+        "allocation by output" * (settings.allocation == "output"),
+        "tuned" * (settings.block_tuning is not None),
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _announcement(expected: Estimate, writing: Estimate) -> str:
@@ -339,7 +345,7 @@ def _table(
     if report.narrowed:
         share = percent(1 - report.narrowed["model_weights"] / totals["model_weights"])
     table.add_row(
-        f"{_amount(prune.settings)} by {prune.settings.method}",
+        f"{_amount(prune.settings)} by {_method(prune.settings)}",
         perplexity(pruned["perplexity"]),
         number(_ratio(dense, pruned)),
         share,

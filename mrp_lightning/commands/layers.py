@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from mrp_lightning.cli.command import add_model_options, make_parser
-from mrp_lightning.errors import TargetError
+from mrp_lightning.errors import TargetError, counted
 from mrp_lightning.solver.patterns import Pattern, Unstructured, make_pattern
 from mrp_lightning.targets.blocks import without_numbers
 from mrp_lightning.targets.layers import is_linear
@@ -158,7 +158,8 @@ def _print_listing(listing: _Listing) -> None:
     """Print the listing as tables; blocks that differ only in their numbers share a row."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     classes = sorted({block["class"] for block in listing.blocks})
-    where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"
+    blocks = counted(len(listing.blocks), "block")
+    where = f"{blocks} ({', '.join(classes)})" if classes else "no blocks"
     amount = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
     console.print(f"{listing.model}: {listing.model_class}, {where}", highlight=False)
     columns = ("name", "kind", "rows × columns", "layers")
@@ -168,8 +169,8 @@ def _print_listing(listing: _Listing) -> None:
         console.print(_table("Would stay dense", columns, listing.skipped))
     totals = listing.totals
     console.print(
-        f"{totals['layers']} layers with {totals['parameters']:,} of {totals['model_parameters']:,}"
-        f" parameters ({totals['fraction_of_model']:.1%})"
+        f"{counted(totals['layers'], 'layer')} with {totals['parameters']:,} of "
+        f"{totals['model_parameters']:,} parameters ({totals['fraction_of_model']:.1%})"
         + ("." if totals["removed"] is None else f"; {totals['removed']:,} would be removed."),
         highlight=False,
     )

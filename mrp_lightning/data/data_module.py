@@ -39,7 +39,7 @@ from mrp_lightning.text.sources import (
     expanded,
     find_files,
 )
-from mrp_lightning.text.windows import Cutter
+from mrp_lightning.text.windows import Cutter, Windows
 from mrp_sparse.arguments import checked
 
 _Path = str | os.PathLike[str]
@@ -352,8 +352,12 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: There is no such split, or its text is too short for a window.
         """
+        return self.windows(split).ids
+
+    def windows(self, split: Split, limit: int | None = None) -> Windows:
+        """Return the windows of `evaluation_windows` with their prefix, at most `limit` of them."""
         text = self._text(split)
-        return text.windows(self._cutter(text.bos), split).ids
+        return text.windows(self._cutter(text.bos), split, limit)
 
     def documents(self, split: Split) -> Sequence[str]:
         """Return the documents of one split of the dataset, the files or the standard library.

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from mrp_lightning.errors import FormatError, JournalError, SaveError
+from mrp_lightning.errors import FormatError, JournalError, SaveError, counted
 from mrp_lightning.files import (
     flush,
     hidden_sibling,
@@ -405,9 +405,10 @@ class Journal(AbstractContextManager["Journal"]):
             if not same_weights and other != model:
                 apart = f"of the model {other}, and this one prunes {model}"
             raise JournalError(
-                f"{self.path} is the journal of an unfinished run, {len(earlier.shards)} blocks "
-                f"far, {apart}. Set `resume: false` to give it up and start afresh, name another "
-                "directory, or go on with the model and the settings it was started with. "
+                f"{self.path} is the journal of an unfinished run, "
+                f"{counted(len(earlier.shards), 'block')} far, {apart}. Set "
+                "`resume: false` to give it up and start afresh, name another directory, or go on "
+                "with the model and the settings it was started with. "
                 f"What differs:\n{listed}"
             )
         earlier.about = self.manifest.about

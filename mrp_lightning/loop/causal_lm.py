@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
-from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.models.gguf import located
@@ -420,9 +420,10 @@ class CausalLM(LightningModule):
         for name, figures in self.evaluation.items():
             bos = ", BOS before each" if figures.get("prefix") else ", no BOS before each"
             bos = bos if "prefix" in figures else ""
+            windows = counted(figures["windows"], "window")
             rank_zero_info(
                 f"{name}: perplexity {figures['perplexity']:.3f} (context {figures['context']}, "
-                f"{figures['windows']} windows{bos}, {figures['tokens']:,} predicted tokens)"
+                f"{windows}{bos}, {counted(figures['tokens'], 'predicted token')})"
             )
 
     def configure_optimizers(self) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, counted
 from mrp_lightning.journal.journal import Journal, require_free
 from mrp_lightning.journal.manifest import Fingerprint, fingerprint
 from mrp_lightning.loop.distributed import (
@@ -95,12 +95,12 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
     tokens = sum(windows.values())
     if widest is not None and tokens < widest.columns:
         log.warning(
-            "The calibration data hold %s tokens in %d different windows, and %s, the widest of "
-            "the layers to prune, has %s columns: with fewer tokens than columns, the text says "
-            "nothing of some of its inputs. Give more or longer windows (`num_samples`, "
-            "`sequence_length`), several times as many tokens as columns.",
-            f"{tokens:,}",
-            len(windows),
+            "The calibration data hold %s in %s, and %s, the widest of the layers to prune, has %s "
+            "columns: with fewer tokens than columns, the text says nothing of some of its inputs. "
+            "Give more or longer windows (`num_samples`, `sequence_length`), several times as many "
+            "tokens as columns.",
+            counted(tokens, "token"),
+            counted(len(windows), "different window"),
             widest.name,
             f"{widest.columns:,}",
         )
@@ -108,7 +108,7 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
         log.warning(
             "All %s tokens of the calibration data are repetitions of %d different ones, which is "
             "no text that a model reads. Give text of the kind that it is to be used on "
-            "(`train_files`, `dataset` or `calibration`).",
+            "(`train_files` or `calibration`).",
             f"{tokens:,}",
             len(known_words),
         )
@@ -444,10 +444,10 @@ class Run:
                 f" (against these weights as they were, {zeros:.0%} of which were zero before)"
             )
         rank_zero_info(
-            f"Pruned {totals['layers']} layers to {self.settings.amount} with {recipe.method} in "
-            f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
-            f"{1 - totals['share']:.0%} are left dense. Mean output error of a layer, relative "
-            f"to its output: {totals['relative_loss']:.4f}{zeros_note}. {self._where}"
+            f"Pruned {counted(totals['layers'], 'layer')} to {self.settings.amount} with "
+            f"{recipe.method} in {totals['seconds']:.1f} s: {totals['share']:.0%} of the model's "
+            f"weights are in them, {1 - totals['share']:.0%} are left dense. Mean output error of a layer, "
+            f"relative to its output: {totals['relative_loss']:.4f}{zeros_note}. {self._where}"
         )
 
     def _log_narrowed(self) -> None:

@@ -16,7 +16,7 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
 from mrp_lightning.environment import is_out_of_memory
-from mrp_lightning.errors import DataError, TargetError
+from mrp_lightning.errors import DataError, TargetError, counted
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.targets.layers import Layer
@@ -255,7 +255,7 @@ class BlockTuner:
         if self._num_blocks is not None:
             total = seconds * self._num_blocks
             self.job.listener.log(
-                f"Tuning {self._num_blocks} blocks takes about {total:.0f} s in all."
+                f"Tuning {counted(self._num_blocks, 'block')} takes about {total:.0f} s in all."
             )
         self._num_blocks = None
 

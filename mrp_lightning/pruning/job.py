@@ -245,6 +245,8 @@ class Settings:
         object.__setattr__(self, "recipe", recipe)
         if recipe.is_of_head_alone:
             self._check_head_alone()
+        if self.pattern is not None:  # "2 : 4", too, is written as 2:4
+            object.__setattr__(self, "pattern", str(recipe.pattern))
         if recipe.grid is not None:  # a named grid implies them
             object.__setattr__(self, "bits", recipe.grid.bits)
             object.__setattr__(self, "group_size", recipe.grid.group_size)

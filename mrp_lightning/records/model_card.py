@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from mrp_lightning.errors import counted
 from mrp_lightning.files import save_ours
 from mrp_lightning.records.report import PruningReport
 
@@ -253,8 +254,8 @@ def _calibration(data: dict[str, Any]) -> list[str]:
         return []
     source = f" of {data['source']}" if data.get("source") else ""
     seed = f", seed {data['seed']}" if data.get("seed") is not None else ""
-    length = data["sequence_length"]
-    return [f"- calibrated on: {data['samples']} windows of {length} tokens{source}{seed}"]
+    length, windows = data["sequence_length"], counted(data["samples"], "window")
+    return [f"- calibrated on: {windows} of {length} tokens{source}{seed}"]
 
 
 def _recipe(config: dict[str, Any]) -> list[str]:

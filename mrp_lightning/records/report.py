@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrp_lightning.environment import versions
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.solver.recipe import Recipe
@@ -494,7 +494,7 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
     table.add_section()
     loss, seconds = _number(totals["relative_loss"], ".3g"), _number(totals["seconds"], ".1f")
     weights, sparsity = f"{totals['weights']:,}", _number(totals["sparsity"], ".1%")
-    table.add_row(f"{totals['layers']} layers", weights, sparsity, loss, seconds)
+    table.add_row(counted(totals["layers"], "layer"), weights, sparsity, loss, seconds)
     text = StringIO()
     Console(file=text, width=_WIDTH).print(table)
     return text.getvalue().rstrip("\n")

@@ -1,7 +1,7 @@
 """The repeated blocks of a model, the unit in which it is calibrated, and modules by name."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -62,9 +62,9 @@ def require_matches(
     """
     patterns = list(patterns)
     if malformed := {p: why for p in patterns if (why := _why_malformed(p))}:
-        listed = "; ".join(f"{pattern!r} ({why})" for pattern, why in malformed.items())
+        problems = "; ".join(f"{pattern!r} ({why})" for pattern, why in malformed.items())
         raise TargetError(
-            f"`{argument}` holds what Python does not read as a regular expression: {listed}. "
+            f"`{argument}` holds what Python does not read as a regular expression: {problems}. "
             'Write one, such as "re:.*q_proj$", or a name with shell wildcards without `re:`.'
         )
     unknown = [p for p in patterns if not any(matches(name, p, prefix) for name in names)]
@@ -83,6 +83,29 @@ def require_matches(
 def without_numbers(text: str) -> str:
     """Replace each number in a text by `*`, so that names that differ by numbers become equal."""
     return re.sub(r"\b\d+\b", "*", text)
+
+
+def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return layers with reasons, merging layers that differ only in numbers into one with a count.
+
+    If the numbers in their reasons differ, too, one layer is named as an example.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((without_numbers(name), without_numbers(reason)), []).append(name)
+    rows = []
+    for (pattern, _), names in groups.items():
+        first = names[0]
+        layers = first if len(names) == 1 else f"{pattern} ({len(names)} layers)"
+        if len({reasons[name] for name in names}) > 1:
+            layers += f", such as {first}"
+        rows.append((layers, reasons[first]))
+    return rows
+
+
+def listed(reasons: Mapping[str, str]) -> str:
+    """Return the lines of a message on layers and their reasons, one for all that are alike."""
+    return "\n".join(f"  {layers}: {reason}" for layers, reason in alike(reasons))
 
 
 def _why_malformed(pattern: str) -> str | None:

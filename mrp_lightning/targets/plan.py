@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.errors import PatternError, TargetError
+from mrp_lightning.errors import PatternError, TargetError, counted
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.blocks import (
     Block,
     as_patterns,
     find_blocks,
+    listed,
     matches,
     named_modules,
     require_matches,
@@ -62,9 +63,9 @@ def refuse_not_finite(
     if bad_counts := {name: count for name, count in counts.items() if count}:
         inside = sum(layer.name in bad_counts for layer in layers)
         num_others = len(bad_counts) - inside
-        parts = [f"{inside} layers to prune"] * bool(inside)
+        parts = [f"{counted(inside, 'layer')} to prune"] * bool(inside)
         where = " outside the layers to prune" if layers else ""
-        parts += [f"{num_others} parameters{where}"] * bool(num_others)
+        parts += [f"{counted(num_others, 'parameter')}{where}"] * bool(num_others)
         raise TargetError(not_finite(" and ".join(parts), bad_counts))
 
 
@@ -77,10 +78,10 @@ def _count(tensor: Tensor) -> int:
 
 def not_finite(subject: str, counts: Mapping[str, int]) -> str:
     """Return the message on `counts` of values that are not finite, by name, with the next step."""
-    listed = "\n".join(f"  {name}: {count:,}" for name, count in counts.items())
+    lines = listed({name: f"{count:,}" for name, count in counts.items()})
     return (
         f"{subject} hold NaN or Inf. The checkpoint is damaged, or its values were too large for "
-        f"its dtype: get it again, or in bfloat16. NaN and Inf in each:\n{listed}"
+        f"its dtype: get it again, or in bfloat16. NaN and Inf in each:\n{lines}"
     )
 
 
@@ -221,11 +222,11 @@ def make_plan(
     _refuse_unusual({shown(name): reason for name, reason in unusual.items()})
     unfit = _indivisible(targeted, pattern, grid)
     if unfit and not skip_indivisible:
-        listed = "\n".join(f"  {shown(each.name)}: {each.reason}" for each in unfit)
+        lines = listed({shown(each.name): each.reason for each in unfit})
         cause = f"`pattern` {pattern}" if pattern.group > 1 else f"`grid` {grid}"
         raise PatternError(
-            f"{cause} does not fit {len(unfit)} layer{'s' * (len(unfit) > 1)}. Name them in "
-            f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed}"
+            f"{cause} does not fit {counted(len(unfit), 'layer')}. Name them in "
+            f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{lines}"
         )
     tied = _tied(model, targeted, shown)
     every_skipped = (*routers, *_no_layers(modules, block_list, is_wanted), *tied, *unfit)
@@ -306,10 +307,9 @@ def _unusual(
 
 def _refuse_unusual(problems: dict[str, str]) -> None:
     if problems:
-        listed = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
         raise TargetError(
-            f"{len(problems)} layer{'s' * (len(problems) > 1)} to prune cannot be read as plain "
-            f"dense tensors. Change that, or leave them out with `ignore`:\n{listed}"
+            f"{counted(len(problems), 'layer')} to prune cannot be read as plain "
+            f"dense tensors. Change that, or leave them out with `ignore`:\n{listed(problems)}"
         )
 
 
@@ -394,7 +394,7 @@ def _indivisible(layers: list[Layer], pattern: Pattern, grid: Grid | None) -> li
 
 def _nothing_left(linear: list[str], in_blocks: list[str], skipped: list[Skipped]) -> None:
     if skipped:
-        why = "all were left out:\n" + "\n".join(f"  {s.name}: {s.reason}" for s in skipped)
+        why = "all were left out:\n" + listed({s.name: s.reason for s in skipped})
     elif not linear:
         why = "the model has no nn.Linear, nn.Conv2d or transformers Conv1D."
     elif not in_blocks:

@@ -11,7 +11,7 @@ import sysconfig
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,11 @@ class TextSource(ABC):
         """
         documents = self._documents(split)
         if not any(document.strip() for document in documents):
-            raise DataError(f"the {self.label(split)} text is empty, or white space alone.")
+            origin = f"{self.name}: " if self.name else ""
+            raise DataError(
+                f"{origin}the {self.label(split)} text is empty, or white space alone. Give one of "
+                "some thousand words."
+            )
         return documents
 
     def label(self, split: Split) -> str:
@@ -71,10 +75,11 @@ class TextSource(ABC):
         documents, label = self.documents("train"), self.label("train")
         return cutter.within(documents, label).random(documents, count, seed, label)
 
-    def windows(self, cutter: Cutter, split: Split) -> Windows:
-        """Cut the joined text of a split into consecutive windows."""
+    def windows(self, cutter: Cutter, split: Split, limit: int | None = None) -> Windows:
+        """Cut the joined text of a split into consecutive windows, at most `limit`."""
         documents, label = self.documents(split), self.label(split)
-        return cutter.within(documents, label).consecutive(label, SEPARATOR.join(documents))
+        text = SEPARATOR.join(documents)
+        return cutter.within(documents, label).consecutive(label, text, limit)
 
 
 @dataclass(frozen=True)
@@ -136,15 +141,16 @@ def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
     for name, matches in files.items():
         for path, each in matches:
             if not each:
-                kind = " holds no text" if path.is_dir() else ""
-                missing.setdefault(name, []).append(f"{path}{kind}")
-    listed = {name: ", ".join(names) for name, names in missing.items()}
-    if len(listed) == 1:
-        ((name, names),) = listed.items()
-        raise MissingFileError(f"no such file: {names}.", name)
-    if listed:
-        all_names = "; ".join(f"`{name}`: {names}" for name, names in listed.items())
-        raise MissingFileError(f"no such file: {all_names}.")
+                is_empty = f"{path} is a directory without text files and tables"
+                problem = is_empty if path.is_dir() else f"no such file: {path}"
+                missing.setdefault(name, []).append(problem)
+    problems = {name: "; ".join(each) for name, each in missing.items()}
+    if len(problems) == 1:
+        ((name, problem),) = problems.items()
+        raise MissingFileError(f"{problem}.", name)
+    if problems:
+        listed = "; ".join(f"`{name}`: {problem}" for name, problem in problems.items())
+        raise MissingFileError(f"{listed}.")
     return {name: [file for _, each in files[name] for file in each] for name in files}
 
 
@@ -205,7 +211,9 @@ class TextFiles(TextSource):
 
     def label(self, split: Split) -> str:
         """Return the name of a split's text in messages."""
-        return "held-out" if self.hold_out and split != "train" else split
+        if not self.hold_out:
+            return split
+        return "calibration" if split == "train" else "held-out"
 
     def _documents(self, split: Split) -> Sequence[str]:
         is_training = split == "train"
@@ -281,10 +289,25 @@ def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
         from datasets import load_dataset
     options = {"sep": "\t"} if kind == ".tsv" else {}
     try:
-        return load_dataset(_TABLES[kind], data_files=str(path), split="train", **options)
+        with _no_bars():
+            return load_dataset(_TABLES[kind], data_files=str(path), split="train", **options)
     except Exception as error:  # builders of `datasets` raise errors of many types
         reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise DataError(f"{path} cannot be read as {kind[1:]} ({reason}).", argument) from error
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Silence the bars of `datasets`, which reads local tables faster than one can follow."""
+    import datasets
+
+    is_silent = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not is_silent:
+            datasets.enable_progress_bars()
 
 
 def _text_of(path: Path, argument: str) -> str:
@@ -449,7 +472,8 @@ class PublishedText(TextSource):
         builder = "parquet" if paths[0].endswith(".parquet") else "json"
         listed = ", ".join(paths)
         try:
-            table = load_dataset(builder, data_files=paths, split="train")
+            with _no_bars():
+                table = load_dataset(builder, data_files=paths, split="train")
         except (DatasetsError, ValueError, EOFError) as error:
             raise DataError(
                 f"{self.name}: {listed} cannot be read as {builder}. Download it again. ({error})"
@@ -467,10 +491,11 @@ class PublishedText(TextSource):
         """Draw random windows (count, length), int64, as SparseGPT does."""
         return cutter.random(self.documents("train"), count, seed, self.name, self.segments)
 
-    def windows(self, cutter: Cutter, split: Split) -> Windows:
-        """Cut the joined text into consecutive windows, at most `num_windows`."""
+    def windows(self, cutter: Cutter, split: Split, limit: int | None = None) -> Windows:
+        """Cut the joined text into consecutive windows, at most `num_windows` and `limit`."""
         text = self.separator.join(self.documents(split))
-        return cutter.consecutive(self.name, text, self.num_windows)
+        limits = [each for each in (self.num_windows, limit) if each is not None]
+        return cutter.consecutive(self.name, text, min(limits, default=None))
 
     def files(self, split: Split) -> tuple[str, ...]:
         """Return the files of a split, by their paths in the repository."""

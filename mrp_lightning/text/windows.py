@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.errors import DataError
+from mrp_lightning.errors import DataError, counted
 
 _IGNORED = -100
 """The label of a token that is not predicted, as in torch and transformers."""
@@ -97,6 +97,10 @@ _FEWEST_TOKENS = 8
 """The smallest number of tokens that make a window."""
 _SAMPLED_DOCUMENTS = 64
 _SAMPLED_CHARACTERS = 10_000  # of a document
+_CHARACTERS = 6
+"""Characters a token, as many as texts have on average, or more."""
+_END = 64
+"""The number of tokens at the end of a part of a text that may differ from those of the text."""
 _MOST_CHARACTERS = 100
 """Characters a token, more than texts have on average, for a lower bound of the tokens."""
 
@@ -124,8 +128,8 @@ def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: 
     fewer = "" if count == draws.count else f" {count:,} are drawn."
     _warn(
         f"{draws.count:,} windows of {draws.length} tokens are {drawn_tokens:,} tokens, and "
-        f"the {name} text has about {available_tokens:,}, enough for {fits:,} "
-        f"window{'s' * (fits != 1)} that do not overlap; these repeat each "
+        f"the {name} text has about {available_tokens:,}, enough for "
+        f"{counted(fits, 'window')} without overlap, so that windows repeat each "
         f"other.{fewer} Give more text, or `num_samples: {fits or 1}`."
     )
     return count
@@ -237,7 +241,7 @@ def segments_across_documents(
 
 def _too_short(name: str, num_tokens: int, length: int) -> DataError:
     return DataError(
-        f"the {name} text has only {num_tokens} token{'s' * (num_tokens != 1)}, less than one "
+        f"the {name} text has only {counted(num_tokens, 'token')}, less than one "
         f"window of {length}. Give more text."
     )
 
@@ -305,7 +309,7 @@ class Cutter:
             raise _too_short(name, tokens, needed_tokens)
         length = tokens + len(self.prefix)
         _warn(
-            f"The {name} text has only {tokens} tokens: its windows have {length} tokens, not "
+            f"The {name} text has only {counted(tokens, 'token')}: its windows have {length}, not "
             f"{self.length}. Results are those of short contexts; give more text."
         )
         return replace(self, length=length)
@@ -332,16 +336,31 @@ class Cutter:
         """Cut a text into consecutive windows, at most `limit` of them; `None` for all.
 
         Documents are tokenized one by one, with the tokenizer's special tokens around each, unless
-        windows have a prefix.
+        windows have a prefix. Of a long text only the beginning is tokenized, if `limit` allows it.
         """
         if isinstance(text, str):
-            tokens = tokenize(self._bare, text)
+            num_tokens = (limit or len(text)) * (self.length - len(self.prefix))
+            tokens = self._beginning(text, num_tokens)
         else:
             documents = [document + SEPARATOR for document in text]
             encoded = _encode(self._bare, documents, special_tokens=True)
             tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
         windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:limit]
         return Windows(self._after_prefix(windows), len(self.prefix))
+
+    def _beginning(self, text: str, num_tokens: int) -> Tensor:
+        """Return the tokens (tokens,) of a text or, if it has more, at least the first ones.
+
+        A tokenizer may split the end of a text otherwise where the text goes on, so that the last
+        tokens of a part are no tokens of the whole.
+        """
+        size = _CHARACTERS * num_tokens
+        while size < len(text):
+            tokens = tokenize(self._bare, text[:size])[:-_END]
+            if len(tokens) >= num_tokens:
+                return tokens
+            size *= 2
+        return tokenize(self._bare, text)
 
     def _bare(self, text: Any, *, add_special_tokens: bool, verbose: bool) -> Any:
         """Tokenize a text, without special tokens where windows have a prefix."""

@@ -19,7 +19,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning import CausalLM, TextDataModule
 from mrp_lightning.callbacks import PruningCallback
-from mrp_lightning.commands.comparison import _why_useless
+from mrp_lightning.commands.comparison import _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
 from mrp_lightning.loop import saving
@@ -125,6 +125,13 @@ def test_columns_are_chosen_together_as_a_pattern_divides_them(pattern, columns)
     assert PruningCallback(**recipe).settings.recipe.block_size == columns
 
 
+def test_a_recipe_is_shown_as_what_it_is():
+    chosen = _settings(_parser().parse_args(["model", "--recipe=best_4bit", "--pattern= 3 : 4"]))
+    settings = PruningCallback(**chosen).settings
+    assert settings.config()["pattern"] == "3:4"
+    assert (_amount(settings), _method(settings)) == ("3:4+4bit", "JM, dense target, tuned")
+
+
 def test_recipes_are_those_of_the_files():
     files = {path.stem: path for path in (CONFIGS / "recipes").glob("*.yaml")}
     assert files.keys() == _RECIPES.keys()
@@ -195,6 +202,7 @@ def test_what_a_pattern_does_not_divide_is_told_by_the_options(tiny_llama, text,
         main(["prune", str(tiny_llama), "--pattern=7:9", f"--text={text}", *SMALL])
     shown = capsys.readouterr().err
     assert "`--ignore`, or leave them dense with `--skip-indivisible`" in shown
+    assert "layers.*.mlp.down_proj (2 layers): " in shown
 
 
 def test_the_journal_of_another_model_is_named(tiny_llama, text, tmp_path, capsys, monkeypatch):
@@ -221,11 +229,13 @@ def test_messages_name_what_was_typed(tiny_llama, text, capsys):
     asked = [f"--text={text}", "--sequence-length=32", "--accelerator=cpu", "--eval-samples=2"]
     Path("few.txt").write_text("x = 1")
     Path("few.jsonl").write_text('{"text": "a"}\n')
+    Path("white.txt").write_text(" \n")
     for options, said in (
         (["--sequence-length=100000", *asked[:1]], "`--sequence-length`: the windows have 100000"),
         (["--text=few.txt"], "the held-out text has only"),
         (["--text-column=body", "--text=few.jsonl"], "`--text`: few.jsonl, line 1 is no object"),
         (["--num-samples=2", "--out=/", *asked], "`--out`"),
+        (["--text=white.txt"], "white.txt: the held-out text is empty, or white space alone."),
         (["--restrt"], "Did you mean `--restart`?"),
         (["--tokenizer=nowhere/at-all", *asked], "nowhere/at-all"),
     ):
@@ -320,7 +330,7 @@ def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path
     ) as process:
         for line in process.stdout:
             said.append(line)
-            if line.startswith("Tokenizing 4 million"):
+            if line.startswith("Tokenizing 36 million"):
                 time.sleep(0.2)
                 process.terminate()
         assert process.wait(timeout=60) == 143

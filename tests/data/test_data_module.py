@@ -47,6 +47,23 @@ def test_evaluation_windows_are_the_joined_text_without_the_last_partial_one(fil
     assert windows.flatten().tolist() == tokens[: windows.numel()]
 
 
+@pytest.mark.parametrize("limit", [1, 3, 40, 10**6])
+def test_few_windows_of_a_long_text_are_those_of_the_whole(tmp_path, tokenizer, limit):
+    file = tmp_path / "long.txt"
+    file.write_text("".join(f"value_{i} = compute({i}) + 'Ünïcode' * {i}\n" for i in range(300)))
+    lengths = []
+
+    class Counted(type(tokenizer)):
+        def __call__(self, text, *args, **options):
+            lengths.append(len(text))
+            return super().__call__(text, *args, **options)
+
+    data = module(eval_files=str(file), tokenizer=Counted.from_pretrained(STDLIB_LLAMA))
+    windows = data.windows("test", limit)
+    assert torch.equal(windows.ids, module(eval_files=str(file)).evaluation_windows("test")[:limit])
+    assert (max(lengths) < len(file.read_text()) / 2) == (limit < 10**6)
+
+
 def test_calibration_windows_are_pieces_of_the_training_text(files, tokenizer):
     windows = module(train_files=files, num_samples=40).calibration_windows()
     assert windows.shape == (40, 16)
@@ -133,7 +150,7 @@ def test_missing_files_are_all_listed(tmp_path):
 
 def test_a_text_that_cannot_fill_a_window_is_one_shorter_window(files, tokenizer):
     data = module(train_files=files, eval_files=files, sequence_length=10**6, num_samples=1)
-    with pytest.warns(UserWarning, match=r"The test text has only [\d]+ tokens: its windows"):
+    with pytest.warns(UserWarning, match=r"The test text has only [\d,]+ tokens: its windows"):
         windows = data.evaluation_windows("test")
     joined = "\n\n".join(data.documents("test"))
     ids = torch.tensor(tokenizer(joined, add_special_tokens=False).input_ids)

@@ -136,7 +136,8 @@ def test_directories_and_wildcards_stand_for_files(tmp_path):
     (folder / "[1].txt").write_text("a name with brackets is a name")
     assert expanded({"x": [folder / "[1].txt"]}) == {"x": [folder / "[1].txt"]}
     (tmp_path / "empty").mkdir()
-    message = r"^no such file: `x`: .*\*\.rst, .*empty holds no text; `y`: .*gone\.$"
+    message = r"^`x`: no such file: .*\*\.rst; .*empty is a directory without text files and "
+    message += r"tables; `y`: no such file: .*gone\.$"
     with pytest.raises(FileNotFoundError, match=message):
         expanded({"x": [folder / "*.rst", tmp_path / "empty"], "y": [tmp_path / "gone"]})
 
