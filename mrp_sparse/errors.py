@@ -41,6 +41,6 @@ def first_line(error: Exception) -> str:
     return f"{kind}: {lines[0]}" if lines else kind
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """Return a number with its noun, such as `1 layer` and `1,024 layers`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -13,6 +13,7 @@ from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.blocks import listed
 from mrp_sparse.formats.grid import GridParameters
 
 
@@ -467,11 +468,11 @@ class _Content:
             raise ValueError(f"`blocks` names blocks that no layer is in: {', '.join(unknown)}")
 
 
-_WIDTH = 100
+_WIDTH = 80
 
 
-def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
-    """Return the layers of a report with their losses, in lines of at most 100 characters.
+def listing(layers: Iterable[LayerReport], totals: dict[str, Any]) -> str:
+    """Return the layers of a report with their losses, in 80 columns, and why others are dense.
 
     Args:
         layers: The rows of the report; a layer that stayed dense has the reason.
@@ -480,14 +481,15 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
     from rich.console import Console  # slow to import, and only needed here
     from rich.table import Table
 
-    table = Table()
+    table = Table(show_edge=False, pad_edge=False)
     table.add_column("layer", overflow="fold")
-    for column in ("shape", "sparsity", "relative loss", "seconds"):
+    for column in ("shape", "sparsity", "relative\nloss", "seconds"):
         table.add_column(column, justify="right")
+    dense: dict[str, str] = {}
     for row in layers:
         shape = " × ".join(map(str, row.shape))
         if row.skipped is not None:
-            table.add_row(row.name, shape, "dense", row.skipped, "")
+            dense[row.name] = row.skipped
         else:
             numbers = (_number(row.relative_loss, ".3g"), _number(row.seconds, ".1f"))
             table.add_row(row.name, shape, _number(row.zero_fraction, ".1%"), *numbers)
@@ -497,6 +499,8 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
     table.add_row(counted(totals["layers"], "layer"), weights, sparsity, loss, seconds)
     text = StringIO()
     Console(file=text, width=_WIDTH).print(table)
+    if dense:
+        text.write(f"Left dense:\n{listed(dense)}")
     return text.getvalue().rstrip("\n")
 
 
