@@ -80,7 +80,7 @@ def not_finite(subject: str, counts: Mapping[str, int]) -> str:
     """Return the message on `counts` of values that are not finite, by name, with the next step."""
     lines = listed({name: f"{count:,}" for name, count in counts.items()})
     return (
-        f"{subject} hold NaN or Inf. The checkpoint is damaged, or its values were too large for "
+        f"NaN or Inf in {subject}. The checkpoint is damaged, or its values were too large for "
         f"its dtype: get it again, or in bfloat16. NaN and Inf in each:\n{lines}"
     )
 

@@ -248,7 +248,7 @@ def test_weights_that_are_not_finite(refused, llama):
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
-    message = r"hold NaN or Inf(?s:.*)\n  model\.layers\.1\.mlp\.up_proj: 1$"
+    message = r"NaN or Inf in (?s:.*)\n  model\.layers\.1\.mlp\.up_proj: 1$"
     refused(TargetError, message, model=CausalLM(model), pattern="2:4")
 
 

@@ -355,7 +355,7 @@ def test_values_that_are_not_finite_are_refused_and_named(options, llama, capsys
     tensors["model.norm.weight"][3] = torch.nan  # in no layer that is packed
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
     shown = refusal([str(llama), *options], capsys)
-    assert "2 tensors hold NaN or Inf. The checkpoint is damaged" in shown
+    assert "NaN or Inf in 2 tensors. The checkpoint is damaged" in shown
     assert "model.layers.1.mlp.up_proj.weight: 2\n  model.norm.weight: 1\n" in shown
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 

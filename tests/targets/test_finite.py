@@ -23,5 +23,5 @@ def test_all_parts_are_counted(shape, monkeypatch):
         return
     values.view(-1)[:: max(1, values.numel() - 1)] = torch.nan  # the first and the last one
     count = min(2, values.numel())
-    with pytest.raises(TargetError, match=rf"^1 parameters hold NaN or Inf(?s:.*)\n  w: {count}$"):
+    with pytest.raises(TargetError, match=rf"^NaN or Inf in 1 parameter(?s:.*)\n  w: {count}$"):
         refuse_not_finite([], [("w", nn.Parameter(values))])
