@@ -446,8 +446,9 @@ class Run:
         rank_zero_info(
             f"Pruned {counted(totals['layers'], 'layer')} to {self.settings.amount} with "
             f"{recipe.method} in {totals['seconds']:.1f} s: {totals['share']:.0%} of the model's "
-            f"weights are in them, {1 - totals['share']:.0%} are left dense. Mean output error of a layer, "
-            f"relative to its output: {totals['relative_loss']:.4f}{zeros_note}. {self._where}"
+            f"weights are in them, {1 - totals['share']:.0%} are left dense. Mean output error of "
+            f"a layer, relative to its output: {totals['relative_loss']:.4f}{zeros_note}. "
+            f"{self._where}"
         )
 
     def _log_narrowed(self) -> None:
