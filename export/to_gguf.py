@@ -13,7 +13,10 @@ from mrp_lightning.cli.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import extra
 from mrp_lightning.outputs import save_file
 
-_TYPES = ("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q4_0", "iq4_nl", "mxfp4", "q3_k")
+_TYPES = (
+    *("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q5_1", "q5_k", "q4_0", "q4_1", "q4_k"),
+    *("iq4_nl", "mxfp4", "q3_k"),
+)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -42,12 +45,20 @@ def convert(options: Namespace) -> Path:
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
     from export.conversion.selection import Claims
     from mrp_lightning.models.gguf import find_gguf
+    from mrp_lightning.records.grid_file import NAME as PARAMETERS
 
     silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
     claims = Claims.read(run)
     has_codes = claims.grid is not None or claims.head_grid is not None
     kind = options.type or ("auto" if has_codes else "bf16")
+    minima = [str(grid) for grid in (claims.grid, claims.head_grid) if grid and grid.minimum]
+    if kind == "auto" and minima and not (run / PARAMETERS).is_file():
+        raise errors.FormatError(
+            f"{run / PARAMETERS} is missing: without the minima that the pruning kept there, the "
+            f"weights of {run.name} cannot be stored as {minima[0]}. Copy the directory with it, "
+            "prune again, or round the weights with --type."
+        )
     out = Path(
         options.out or run.with_name(f"{run.name}{'' if kind == 'auto' else f'-{kind}'}.gguf")
     )

@@ -16,7 +16,8 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from mrp_lightning.errors import OptionError, ParityError
+from mrp_lightning.errors import FormatError, OptionError, ParityError
+from mrp_lightning.records.grid_file import NAME as PARAMETERS
 from mrp_sparse.formats.grid import GRIDS, Grid, GridParameters
 
 AUTO = "auto"
@@ -32,14 +33,14 @@ class GgufType:
         name: The name on the command line and, for types with codes and scales, in `GRIDS`.
         stored_as: gguf's name of the tensor type.
         file_type: gguf's name of the type of a file whose matrices have this type.
-        pack: Packs codes (n, 32) and scales (n, 1), or codes (n, 256) and scales (n, 16), into
-            blocks (n, bytes), uint8; None for types without codes.
+        pack: Packs codes (n, columns), scales (n, groups) and, for types with minima, these,
+            likewise, into blocks (n, bytes), uint8; None for types without codes.
     """
 
     name: str
     stored_as: GGMLQuantizationType
     file_type: LlamaFileType
-    pack: Callable[[_Array, _Array], _Array] | None = None
+    pack: Callable[..., _Array] | None = None
 
     @property
     def grid(self) -> Grid | None:
@@ -82,6 +83,15 @@ def _q5_0(codes: _Array, scales: _Array) -> _Array:
     return np.hstack([_float16(scales), fifth, _nibbles(codes + 16)])
 
 
+def _q4_1(codes: _Array, scales: _Array, minima: _Array) -> _Array:
+    return np.hstack([_float16(scales), _float16(-minima), _nibbles(codes)])
+
+
+def _q5_1(codes: _Array, scales: _Array, minima: _Array) -> _Array:
+    fifth = np.packbits(codes >= 16, axis=1, bitorder="little")
+    return np.hstack([_float16(scales), _float16(-minima), fifth, _nibbles(codes)])
+
+
 def _q8_0(codes: _Array, scales: _Array) -> _Array:
     return np.hstack([_float16(scales), codes.astype(np.int8).view(np.uint8)])
 
@@ -97,11 +107,17 @@ def _mxfp4(codes: _Array, scales: _Array) -> _Array:
     return np.hstack([exponents.astype(np.uint8), _nibbles(sizes + 8 * (codes < 0))])
 
 
-def _q3_k(codes: _Array, scales: _Array) -> _Array:
-    units = GRIDS["q3_k"].units(torch.from_numpy(scales))
+def _steps(name: str, scales: _Array) -> tuple[_Array, _Array]:
+    """Return scales or minima (n, groups) of a type as whole numbers and their units (n,)."""
+    units = GRIDS[name].units(torch.from_numpy(scales))
     assert units is not None
     unit = units[:, 0].numpy()
-    steps = np.rint(scales / unit[:, None]).astype(np.int64) + 32
+    return np.rint(scales / unit[:, None]).astype(np.int64), unit
+
+
+def _q3_k(codes: _Array, scales: _Array) -> _Array:
+    steps, unit = _steps("q3_k", scales)
+    steps += 32
     parts = (codes + 4).reshape(-1, 2, 4, 32)  # 16 groups of 16, as (halves, shifts, bytes)
     shifts = 2 * np.arange(4)[:, None]
     low = ((parts & 3) << shifts).sum(2).reshape(-1, 64)
@@ -112,6 +128,34 @@ def _q3_k(codes: _Array, scales: _Array) -> _Array:
     return np.hstack([*packed, _float16(unit)])
 
 
+def _q4_k(codes: _Array, scales: _Array, minima: _Array) -> _Array:
+    return np.hstack([_six_bits("q4_k", scales, minima), _nibbles_of_pairs(codes)])
+
+
+def _q5_k(codes: _Array, scales: _Array, minima: _Array) -> _Array:
+    groups = codes.reshape(-1, 8, 32)  # the fifth bits of column j of all groups share a byte
+    fifth = ((groups >> 4) << np.arange(8)[:, None]).sum(1).astype(np.uint8)
+    return np.hstack([_six_bits("q5_k", scales, minima), fifth, _nibbles_of_pairs(codes)])
+
+
+def _six_bits(name: str, scales: _Array, minima: _Array) -> _Array:
+    """Return two units and eight pairs of six bits in twelve bytes.
+
+    The first four scales and the first four minima have the lower bits of eight bytes. The other
+    pairs have a byte each for their lower four bits, and the upper two bits of the first eight.
+    """
+    (steps, unit), (lower, minimum_unit) = _steps(name, scales), _steps(name, minima)
+    first = [steps[:, :4] | (steps[:, 4:] >> 4 << 6), lower[:, :4] | (lower[:, 4:] >> 4 << 6)]
+    packed = np.hstack([*first, (steps[:, 4:] & 15) | ((lower[:, 4:] & 15) << 4)])
+    return np.hstack([_float16(unit), _float16(minimum_unit), packed.astype(np.uint8)])
+
+
+def _nibbles_of_pairs(codes: _Array) -> _Array:
+    """Return the lower four bits of codes (n, 256): groups 2i and 2i + 1 share 32 bytes."""
+    low = (codes & 15).astype(np.uint8).reshape(-1, 4, 2, 32)
+    return (low[:, :, 0] | (low[:, :, 1] << 4)).reshape(-1, 128)
+
+
 _T, _F = GGMLQuantizationType, LlamaFileType
 TYPES = {
     kind.name: kind
@@ -120,7 +164,11 @@ TYPES = {
         GgufType("iq4_nl", _T.IQ4_NL, _F.MOSTLY_IQ4_NL, _iq4_nl),
         GgufType("q4_0", _T.Q4_0, _F.MOSTLY_Q4_0, _q4_0),
         GgufType("mxfp4", _T.MXFP4, _F.MOSTLY_MXFP4_MOE, _mxfp4),
+        GgufType("q4_k", _T.Q4_K, _F.MOSTLY_Q4_K_M, _q4_k),
+        GgufType("q4_1", _T.Q4_1, _F.MOSTLY_Q4_1, _q4_1),
         GgufType("q5_0", _T.Q5_0, _F.MOSTLY_Q5_0, _q5_0),
+        GgufType("q5_k", _T.Q5_K, _F.MOSTLY_Q5_K_M, _q5_k),
+        GgufType("q5_1", _T.Q5_1, _F.MOSTLY_Q5_1, _q5_1),
         GgufType("q8_0", _T.Q8_0, _F.MOSTLY_Q8_0, _q8_0),
         GgufType("bf16", _T.BF16, _F.MOSTLY_BF16),
         GgufType("f16", _T.F16, _F.MOSTLY_F16),
@@ -141,14 +189,23 @@ def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None
 
     Raises:
         OptionError: The type cannot hold the parameter, and gguf has no rounding to it.
+        FormatError: With auto, the known parameters have minima and do not give the parameter.
         ParityError: A zero weight would become non-zero, or a finite one infinite.
     """
     if kind != AUTO:
         gguf_type = TYPES[kind]
         return _exact(parameter, gguf_type, known) or _rounded(name, parameter, gguf_type)
+    minima = known is not None and known.minima is not None
     for each in TYPES.values():
+        if minima and not (each.grid is not None and each.grid.minimum):
+            continue  # only parameters that no longer fit the weights would leave it to others
         if (encoded := _exact(parameter, each, known)) is not None:
             return encoded
+    if minima:
+        raise FormatError(
+            f"{name}: the minima that the pruning kept in {PARAMETERS} do not give these weights, "
+            "which were changed since. Prune again, or round the weights with --type."
+        )
     raise OptionError(
         f"{name} holds {parameter.dtype} values that no type of a GGUF file holds to the bit. Name "
         "a type with --type."
@@ -175,23 +232,21 @@ def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> E
         on_grid = _on_grid(matrix, kind.grid, known)
         is_exact = on_grid is not None
         if on_grid is not None:
-            codes, scales = on_grid
+            codes, *numbers = on_grid
             blocks = codes.numpy().astype(np.int64).reshape(-1, kind.grid.columns_together)
-            of_blocks = scales.numpy().reshape(-1, kind.grid.together)
-            content = kind.pack(blocks, of_blocks).reshape(len(matrix), -1)
+            of_blocks = [each.numpy().reshape(-1, kind.grid.together) for each in numbers]
+            content = kind.pack(blocks, *of_blocks).reshape(len(matrix), -1)
     if not is_exact:
         return None
     return Encoded(content.reshape(*parameter.shape[:-1], -1), kind)
 
 
-def _on_grid(
-    matrix: Tensor, grid: Grid, known: GridParameters | None
-) -> tuple[Tensor, Tensor] | None:
-    """Return codes and scales that give a matrix to the bit; None if there are none."""
+def _on_grid(matrix: Tensor, grid: Grid, known: GridParameters | None) -> tuple[Tensor, ...] | None:
+    """Return codes, scales and any minima that give a matrix to the bit; None without such."""
     if not grid.divides(matrix.shape[1]):
         return None
     if known is not None and (codes := grid.codes_of(matrix, known)) is not None:
-        return codes, known.scales
+        return codes, known.scales, *([] if known.minima is None else [known.minima])
     if not grid.fit(matrix[:_FIRST])[2].all():
         return None
     codes, scales, fits = grid.fit(matrix)

@@ -43,7 +43,10 @@ OURS: dict[str, dict[str, Any]] = {
     "Q4_0, dense target": {"grid": "q4_0", "target": "dense"},
     "IQ4_NL": {"grid": "iq4_nl"},
     "IQ4_NL, dense target": {"grid": "iq4_nl", "target": "dense"},
+    "Q4_1": {"grid": "q4_1"},
+    "Q4_1, dense target": {"grid": "q4_1", "target": "dense"},
     "Q5_0": {"grid": "q5_0"},
+    "Q5_1": {"grid": "q5_1"},
     "Q4_0, dense target, tuned": {"grid": "q4_0", "target": "dense", "tuning": True},
     "IQ4_NL, dense target, tuned": {"grid": "iq4_nl", "target": "dense", "tuning": True},
 }
@@ -59,9 +62,16 @@ OURS |= {
 }
 _DENSE = {"target": "dense"}
 FIRST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Q3_K and IQ4_NL, dense target": (
-        {"grid": "q3_k", "skip_indivisible": True, **_DENSE},
-        {"grid": "iq4_nl", **_DENSE},
+    f"{first.upper()} and {second.upper()}{', dense target' if target else ''}": (
+        {"grid": first, "skip_indivisible": True, **target},
+        {"grid": second, **target},
+    )
+    for first, second, target in (
+        ("q3_k", "iq4_nl", _DENSE),
+        ("q4_k", "iq4_nl", {}),
+        ("q4_k", "iq4_nl", _DENSE),
+        ("q5_k", "q5_1", {}),
+        ("q5_k", "q5_1", _DENSE),
     )
 }
 """Two runs, the second one on the layers that the first one leaves, as their columns are no

@@ -346,7 +346,7 @@ class _KeptWeights(_Tuned):
 
 
 class _Scales(_Tuned):
-    """The scales of weights that are on a grid; their codes do not change.
+    """The scales of weights that are on a grid; their codes and minima do not change.
 
     A master is the relative change of the scales of a layer, times `_SIZE`, so that one learning
     rate serves weights and scales. Scales are rounded to those of the grid in every step, so that
@@ -384,10 +384,13 @@ class _Scales(_Tuned):
         for (layer, codes, scales), units, master in zip(
             self._layers, self._units, self.masters, strict=True
         ):
-            changed = self._grid.round_scales(scales * (1 + master / _SIZE), units)
-            layer.write_(codes * self._grid.spread(changed, layer.columns))
-            if layer.name in self._known:
-                self._written[layer.name] = GridParameters(changed)
+            known = self._known.get(layer.name)
+            minima = None if known is None or known.minima is None else known.minima.to(scales)
+            rounded = self._grid.round_scales(scales * (1 + master / _SIZE), units)
+            changed = GridParameters(rounded, minima)
+            layer.write_(self._grid.values(codes, changed))
+            if known is not None:
+                self._written[layer.name] = changed
 
     def keep(self) -> None:
         super().keep()

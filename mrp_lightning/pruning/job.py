@@ -146,10 +146,11 @@ class Settings:
 
     grid: str | None = None
     """The type of an inference engine, to whose grid the kept weights are quantised: q3_k, q4_0,
-    q5_0, q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or
-    int8-g128 of compressed-tensors. It implies `bits` and `group_size`. An export to that type
-    (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this project's own
-    grid of `bits`."""
+    q4_1, q4_k, q5_0, q5_1, q5_k, q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128,
+    int8-g32, int8-g64 or int8-g128 of compressed-tensors. iq4_nl and the types with minima, q4_1,
+    q4_k, q5_1 and q5_k, hold no removed weights. It implies `bits` and `group_size`. An export to
+    that type (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this
+    project's own grid of `bits`."""
 
     zero_has_a_code: bool = False
     """Whether one of the codes of `bits` is zero, for removed weights, as needed by formats that

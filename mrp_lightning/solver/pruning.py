@@ -53,7 +53,8 @@ class Solution:
             than this one without compensation; usually None. See `prune_weight`.
         zeros_loss: With `bits`, the loss before the kept weights are put on their grid; None
             without `bits`.
-        grid_parameters: The scales of the weight on its grid, on the CPU; None without a grid.
+        grid_parameters: The scales, and minima if it has them, of the weight on its grid, on the
+            CPU; None without a grid.
     """
 
     weight: Tensor
@@ -127,10 +128,11 @@ def prune_weight(
         tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
         bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
         group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
-        grid: The type of an engine: q3_k, q4_0, q5_0, q8_0, iq4_nl or mxfp4 of llama.cpp, or
-            int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of compressed-tensors. It
-            has its bits and its group size, which need not be given; columns are in whole groups,
-            for q3_k multiples of 256.
+        grid: The type of an engine: q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q8_0, iq4_nl or mxfp4
+            of llama.cpp, or int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of
+            compressed-tensors. It has its bits and its group size, which need not be given; columns
+            are in whole groups, for q3_k, q4_k and q5_k multiples of 256. Removed weights need a
+            code for zero, which iq4_nl lacks, and q4_1, q4_k, q5_1 and q5_k, which have minima.
         zero_has_a_code: Whether removed weights take one of the 2^bits codes, as in formats that
             store a code for each weight. It costs one to two percent of the loss.
 

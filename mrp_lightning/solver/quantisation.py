@@ -27,6 +27,8 @@ from mrp_sparse.formats.grid import Grid, GridParameters
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """The scales in the search, relative to the one that maps the largest weight to the largest
 code."""
+_CLIPPED = (-0.02, 0.0, 0.03, 0.07, 0.12, 0.18)
+"""The fractions of a group's range below and above which a search with minima clips weights."""
 _PASSES = 5
 """Rounds of descent after the sweep; the first few gain most."""
 _PANEL = 128
@@ -52,7 +54,8 @@ def on_grid(
     """
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
     quantised = torch.empty_like(weight)
-    scales = weight.new_empty(len(weight), grid.groups(weight.shape[1]), dtype=torch.float32)
+    empty = weight.new_empty(len(weight), grid.groups(weight.shape[1]), dtype=torch.float32)
+    chosen = GridParameters(empty, torch.empty_like(empty) if grid.minimum else None)
 
     def quantise(rows: slice) -> None:
         # Transposed, so that a column of the weight is contiguous.
@@ -60,17 +63,22 @@ def on_grid(
         kept = (~pruned[rows].T).to(damped.dtype).contiguous()
         descent = _Descent(target * kept, kept, damped, grid)
         descent.sweep()
-        x, loss, swept_scales = descent.x, descent.losses(), descent.scales.clone()
+        swept, loss = [numbers.clone() for numbers in descent.numbers()], descent.losses()
         for number in range(_PASSES):
             descent.improve()
             problem.progress(f"pass {number + 1}/{_PASSES} on the grid")
         # Descent increases the loss only by rounding errors, whose rows keep the sweep's result.
         better = descent.losses() < loss
-        quantised[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
-        scales[rows] = torch.where(better, descent.scales, swept_scales).T.float()
+        pairs = zip(descent.numbers(), swept, strict=True)
+        codes, *numbers = [torch.where(better, last, first).T for last, first in pairs]
+        parameters = GridParameters(*numbers).map(Tensor.float)
+        quantised[rows] = grid.values(codes, parameters).to(weight.dtype)
+        chosen.scales[rows] = parameters.scales
+        if chosen.minima is not None and parameters.minima is not None:
+            chosen.minima[rows] = parameters.minima
 
     by_rows(quantise, *weight.shape)
-    return quantised, GridParameters(scales)
+    return quantised, chosen
 
 
 def put_on_grid(
@@ -128,20 +136,28 @@ class _Descent:
         columns, rows = target.shape
         self.codes = torch.zeros_like(target)
         self.scales = target.new_ones(grid.groups(columns), rows)
-        self.units: Tensor | None = None if grid.steps is None else torch.ones_like(self.scales)
+        self.minima = torch.zeros_like(self.scales) if grid.minimum else None
+        # Units of the scales and of the minima.
+        self.units = None if grid.steps is None else torch.ones_like(self.scales)
+        self.minimum_units = None if grid.steps is None else torch.ones_like(self.scales)
+
+    def numbers(self) -> list[Tensor]:
+        """Return codes, scales and, if the grid has them, minima, each (…, rows)."""
+        return [self.codes, self.scales, *([] if self.minima is None else [self.minima])]
 
     @property
     def x(self) -> Tensor:
-        """Codes times scales: the weight on the grid, (columns, rows)."""
+        """The weight on the grid, (columns, rows): codes times scales, less the minima."""
         return self._x(slice(0, len(self.codes)))
 
     def _x(self, columns: slice) -> Tensor:
         """Return columns of the weight on the grid; they must begin with a whole group."""
-        size = self.grid.group_size
-        scales = self.scales[columns.start // size : -(-columns.stop // size)]
-        return (
-            self.codes[columns] * scales.repeat_interleave(size, 0)[: self.codes[columns].shape[0]]
-        )
+        size, codes = self.grid.group_size, self.codes[columns]
+        groups = slice(columns.start // size, -(-columns.stop // size))
+        x = codes * self.scales[groups].repeat_interleave(size, 0)[: len(codes)]
+        if self.minima is not None:
+            x -= self.minima[groups].repeat_interleave(size, 0)[: len(codes)]
+        return x
 
     def losses(self) -> Tensor:
         """Return ½ (x − ŵ)(H + λI)(x − ŵ)ᵀ of each row: (rows,)."""
@@ -157,10 +173,12 @@ class _Descent:
             for group, piece in self._pieces(panel):
                 if piece.start == group * self.grid.group_size:
                     self._choose_units(group, swept)
-                    self.scales[group] = self._choose_scales(group, swept, self._units_of(group))
+                    self._choose(group, swept)
                 codes, scale = self.codes[piece], self.scales[group]
                 steps, within = self.kept[piece] * scale, moves[piece, piece]
                 values, missed = swept[piece], errors[piece.start - panel.start :][: len(codes)]
+                if self.minima is not None:
+                    values += self.minima[group]  # to be a multiple of the scale
                 # As in the column sweep of a pruning, with w_j − q_j in place of w_j.
                 for j in range(len(codes)):
                     code = self.grid.nearest_(torch.div(values[j], scale, out=codes[j]))
@@ -180,7 +198,10 @@ class _Descent:
             inside = gradient[panel]
             for group, piece in self._pieces(panel):
                 if piece.start == group * self.grid.group_size:
-                    self._improve_scales(group, inside, panel)
+                    if self.minima is None:
+                        self._improve_scales(group, inside, panel)
+                    else:
+                        self._improve_with_minima(group, inside, panel)
                 self._improve_codes(group, piece, inside, panel)
             # The panel's changes reach the gradient of the other columns at once.
             moved = self._x(panel) - previous
@@ -210,11 +231,66 @@ class _Descent:
         if self.units is None or group % self.grid.together:
             return
         groups = range(group, min(group + self.grid.together, len(self.scales)))
-        free = torch.stack([self._choose_scales(each, swept, None) for each in groups])
-        self.units[groups.start : groups.stop] = self.grid.choose_units(free)
+        among = slice(groups.start, groups.stop)
+        if self.minima is None or self.minimum_units is None:
+            free = torch.stack([self._choose_scales(each, swept, None) for each in groups])
+        else:
+            pairs = [self._choose_with_minima(each, swept, None, None) for each in groups]
+            free, minima = map(torch.stack, zip(*pairs, strict=True))
+            self.minimum_units[among] = self.grid.choose_units(minima)
+        self.units[among] = self.grid.choose_units(free)
 
-    def _units_of(self, group: int) -> Tensor | None:
-        return None if self.units is None else self.units[group]
+    def _units_of(self, group: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the units of a group's scales and minima, None if they need none."""
+        if self.units is None or self.minimum_units is None:
+            return None, None
+        return self.units[group], self.minimum_units[group]
+
+    def _choose(self, group: int, swept: Tensor) -> None:
+        """Set the scales and, if the grid has them, the minima of a group by a search."""
+        units, minimum_units = self._units_of(group)
+        if self.minima is None:
+            self.scales[group] = self._choose_scales(group, swept, units)
+        else:
+            self.scales[group], self.minima[group] = self._choose_with_minima(
+                group, swept, units, minimum_units
+            )
+
+    def _choose_with_minima(
+        self, group: int, swept: Tensor, units: Tensor | None, minimum_units: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Search for scales and minima that fit a group's weights best, by diag(H + λI).
+
+        Each try maps a part of the group's range to the codes. Scale and minimum are then the
+        weighted least squares of the weights on these codes, and codes are chosen anew.
+        """
+        grid, columns = self.grid, self._columns(group)
+        values, weights = swept[columns], self.damped.matrix.diagonal()[columns]
+        lowest, highest = values.aminmax(dim=0)
+        if units is not None or grid.steps is not None:
+            lowest = lowest.clamp(max=0)  # minima in steps are not negative
+        span, total, mean = highest - lowest, weights.sum(), weights @ values
+        parts = values.new_tensor([*product(_CLIPPED, repeat=2)])
+        best = [torch.full_like(span, torch.inf), span, lowest]
+        for cut in parts.split(max(1, _SCALES_AT_A_TIME // values.numel())):
+            below, above = cut.unbind(1)
+            minima = -(lowest + torch.outer(below, span))
+            scales = grid.round_scales(torch.outer((1 - below - above) / grid.largest, span), units)
+            codes = grid.nearest_((values + minima[:, None]) / scales[:, None])
+            sums, squares = weights @ codes, weights @ codes.square()
+            products = weights @ (codes * values)
+            fitted = (total * products - sums * mean) / (total * squares - sums.square())
+            # Equal codes, a division by zero, and codes in the reverse order keep the try's scale.
+            scales = torch.where(fitted > 0, grid.round_scales(fitted, units), scales)
+            minima = grid.round_minima((scales * sums - mean) / total, minimum_units)
+            shifted = values + minima[:, None]
+            codes = grid.nearest_(shifted / scales[:, None])
+            errors = weights @ codes.mul_(scales[:, None]).sub_(shifted).square_()
+            error, number = errors.min(0, keepdim=True)
+            pairs = [error[0], scales.gather(0, number)[0], minima.gather(0, number)[0]]
+            better = error[0] < best[0]
+            best = [torch.where(better, a, b) for a, b in zip(pairs, best, strict=True)]
+        return best[1], best[2]
 
     def _choose_scales(self, group: int, swept: Tensor, units: Tensor | None) -> Tensor:
         """Search for the scales that fit a group's present weights best, by diag(H + λI)."""
@@ -243,13 +319,41 @@ class _Descent:
         curvature = (codes * (matrix[columns, columns] @ codes)).sum(0)
         slope = (codes * gradient[own]).sum(0)
         wanted = scales - slope / curvature
-        rounded = self.grid.round_scales(wanted, self._units_of(group))
+        rounded = self.grid.round_scales(wanted, self._units_of(group)[0])
         # Scales that would change their sign, or whose codes are all zero (NaN), do not move.
         step = torch.where(wanted * scales > 0, rounded, scales) - scales
         # Scales are rounded, too: the loss must fall at the rounded one.
         step = torch.where(slope * step + curvature * step.square() / 2 < 0, step, 0)
         self.scales[group] = scales + step
         gradient.addmm_(matrix[panel, columns], codes * step)
+
+    def _improve_with_minima(self, group: int, gradient: Tensor, panel: slice) -> None:
+        """Move scales and minima of a group to the optimum for its codes, if that lowers the loss.
+
+        With x = scale·c − minimum·1, the loss of a move (σ, μ) of scale and minimum is
+        σ·cᵀg − μ·1ᵀg + (σ²·cᵀHc − 2σμ·1ᵀHc + μ²·1ᵀH1)/2 for the gradient g.
+        """
+        assert self.minima is not None
+        columns, matrix = self._columns(group), self.damped.matrix
+        own = slice(columns.start - panel.start, columns.stop - panel.start)
+        codes, scales, minima = self.codes[columns], self.scales[group], self.minima[group]
+        inside, slopes = matrix[columns, columns], gradient[own]
+        products = inside @ codes
+        curvature, mixed, flat = (codes * products).sum(0), products.sum(0), inside.sum()
+        slope, shift = (codes * slopes).sum(0), slopes.sum(0)
+        units, minimum_units = self._units_of(group)
+        wanted = scales - (flat * slope - mixed * shift) / (curvature * flat - mixed.square())
+        # Equal codes leave the scale undetermined (NaN).
+        rounded = torch.where(wanted > 0, self.grid.round_scales(wanted, units), scales)
+        move = rounded - scales
+        lowered = self.grid.round_minima(minima + (shift + mixed * move) / flat, minimum_units)
+        lift = lowered - minima
+        change = slope * move - shift * lift
+        change += (curvature * move.square() + flat * lift.square()) / 2 - mixed * move * lift
+        # Both are rounded, too: the loss must fall at the rounded ones.
+        move, lift = (torch.where(change < 0, step, 0) for step in (move, lift))
+        self.scales[group], self.minima[group] = scales + move, minima + lift
+        gradient.addmm_(matrix[panel, columns], codes * move - lift)
 
     def _columns(self, group: int) -> slice:
         start = group * self.grid.group_size

@@ -238,7 +238,7 @@ def _grid(
             raise OptionError(
                 f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
                 f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
-                "leave out `sparsity` and `pattern`."
+                "give `bits` with `zero_has_a_code`, or leave out `sparsity` and `pattern`."
             )
         return grid
     if bits is not None:

@@ -1,8 +1,9 @@
 """Grids of few bits: a codebook, and a scale for some columns of a row.
 
 A weight on a grid is code times scale, with the code from a codebook and one scale for each
-`group_size` consecutive columns of a row. `grid_of_bits` gives the grids of this project's packed
-formats, `GRIDS` those of the types that engines read: the solver is the same for all of them.
+`group_size` consecutive columns of a row; some grids subtract a minimum, likewise. `grid_of_bits`
+gives the grids of this project's packed formats, `GRIDS` those of the types that engines read: the
+solver is the same for all of them.
 """
 
 import math
@@ -67,17 +68,23 @@ class GridParameters:
 
     Attributes:
         scales: (rows, groups), floating point.
+        minima: Likewise; None for grids without minima.
     """
 
     scales: Tensor
+    minima: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "GridParameters":
         """Return the parameters with a function applied to each tensor."""
-        return GridParameters(function(self.scales))
+        minima = None if self.minima is None else function(self.minima)
+        return GridParameters(function(self.scales), minima)
 
     def split(self, sizes: list[int]) -> list["GridParameters"]:
         """Return the parameters of consecutive numbers of rows."""
-        return [GridParameters(scales) for scales in self.scales.split(sizes)]
+        if self.minima is None:
+            return [GridParameters(scales) for scales in self.scales.split(sizes)]
+        shares = zip(self.scales.split(sizes), self.minima.split(sizes), strict=True)
+        return [GridParameters(scales, minima) for scales, minima in shares]
 
     @staticmethod
     def concatenated(parts: Sequence["GridParameters"]) -> "GridParameters":
@@ -88,7 +95,7 @@ class GridParameters:
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that weights of few bits can have: code times scale.
+    """The values that weights of few bits can have: code times scale, or minus a minimum.
 
     Attributes:
         bits: Bits of a stored code.
@@ -96,11 +103,13 @@ class Grid:
             of a row may be shorter.
         codebook: The codes, whole numbers in ascending order. If it is not symmetric about zero,
             scales have a sign, which decides the end of the codebook that a group reaches.
-        scales: The numbers that scales can be; with `steps`, the numbers that units can be.
+        scales: The numbers that scales and minima can be; with `steps`, those that units can be.
         name: Its name in `GRIDS`; None for the grids of `grid_of_bits`.
         steps: The lowest and the highest of the whole numbers that scales are, times a unit; None
-            for scales that are stored as they are.
+            for scales that are stored as they are. Minima are such numbers times another unit.
         together: The number of consecutive groups of a row that share a unit.
+        minimum: Whether a weight is code·scale − minimum, with a minimum for each group. Codes are
+            0 and more then, and scales positive.
     """
 
     bits: int
@@ -110,6 +119,7 @@ class Grid:
     name: str | None = None
     steps: tuple[int, int] | None = None
     together: int = 1
+    minimum: bool = False
 
     def __str__(self) -> str:
         return self.name or f"{self.bits}bit"
@@ -117,7 +127,8 @@ class Grid:
     @cached_property
     def signed(self) -> bool:
         """Whether scales have a sign."""
-        return self.codebook != tuple(-code for code in reversed(self.codebook))
+        is_symmetric = self.codebook == tuple(-code for code in reversed(self.codebook))
+        return not is_symmetric and not self.minimum
 
     @property
     def largest(self) -> int:
@@ -140,8 +151,8 @@ class Grid:
 
     @property
     def holds_zero(self) -> bool:
-        """Whether zero is a code."""
-        return 0 in self.codebook
+        """Whether zero is a code; with a minimum, codes of zero differ from group to group."""
+        return 0 in self.codebook and not self.minimum
 
     def groups(self, columns: int) -> int:
         """Return the number of scales of a row of `columns`."""
@@ -172,6 +183,16 @@ class Grid:
         steps = (scales / units).round_().clamp_(*self.steps)
         return torch.where(steps == 0, 1, steps) * units
 
+    def round_minima(self, minima: Tensor, units: Tensor | None = None) -> Tensor:
+        """Return the nearest minima that the grid can have, which may be zero.
+
+        Minima are whole multiples of `units`, if these are given, and then not negative.
+        """
+        if units is None or self.steps is None:
+            rounded = self.scales.round(minima.abs()).copysign(minima)
+            return torch.where(minima.abs() < self.scales.smallest / 2, 0, rounded)
+        return (minima / units).round_().clamp_(0, self.steps[1]) * units
+
     def choose_units(self, scales: Tensor) -> Tensor:
         """Return the unit that scales (groups, ...) share: (...).
 
@@ -183,7 +204,10 @@ class Grid:
         return self.scales.round(units.abs()).copysign(units)
 
     def units(self, scales: Tensor) -> Tensor | None:
-        """Return the units of scales of the grid (rows, groups), likewise; None if it has none."""
+        """Return the units of scales or minima of the grid (rows, groups), likewise.
+
+        They are None if the grid has none, 0 for numbers that have no unit, and 1 for zeros alone.
+        """
         if self.steps is None:
             return None
         exact = scales.double().unflatten(1, (-1, self.together))
@@ -197,6 +221,7 @@ class Grid:
             fitting = self.scales.round(tried.abs()) == tried.abs()
             fitting &= (steps == steps.round().clamp(*self.steps)).all(2, keepdim=True)
             units = torch.where((units == 0) & fitting, tried, units)
+        units = torch.where(largest == 0, 1, units)
         return units.expand_as(exact).flatten(1).to(scales.dtype)
 
     def nearest(self, ratios: Tensor) -> Tensor:
@@ -225,14 +250,16 @@ class Grid:
         """
         rows, columns = weight.shape
         parameters = parameters.map(lambda tensor: tensor.to(weight.device, torch.float32))
-        shape = (rows, self.groups(columns))
-        if parameters.scales.shape != shape or not self._can_store(parameters.scales):
+        if not self._can_store(parameters, (rows, self.groups(columns))):
             return None
         codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
         for some in _row_ranges(rows, columns):
             share = parameters.map(lambda tensor, some=some: tensor[some])  # type: ignore[misc]
             exact = weight[some].detach()
-            chosen = self.nearest_(exact.float() / self.spread(share.scales, columns))
+            wanted = exact.to(torch.float32, copy=True)
+            if share.minima is not None:
+                wanted += self.spread(share.minima, columns)
+            chosen = self.nearest_(wanted.div_(self.spread(share.scales, columns)))
             if not torch.equal(self.values(chosen, share).to(weight.dtype), exact):
                 return None
             codes[some] = chosen.to(torch.int8)
@@ -240,16 +267,25 @@ class Grid:
 
     def values(self, codes: Tensor, parameters: GridParameters) -> Tensor:
         """Return the weight of codes (rows, columns), float32, as engines compute it."""
-        return codes.float() * self.spread(parameters.scales.float(), codes.shape[1])
+        weight = codes.float() * self.spread(parameters.scales.float(), codes.shape[1])
+        if parameters.minima is None:
+            return weight
+        return weight.sub_(self.spread(parameters.minima.float(), codes.shape[1]))
 
-    def _can_store(self, scales: Tensor) -> bool:
-        """Return whether scales, float32 (rows, groups), are numbers that scales can be."""
-        if not bool(scales.isfinite().all() & (scales != 0).all()):
+    def _can_store(self, parameters: GridParameters, shape: tuple[int, int]) -> bool:
+        """Return whether the grid can have these parameters, float32, of that shape."""
+        scales, minima = parameters.scales, parameters.minima
+        stored = [scales] if minima is None else [scales, minima]
+        if (minima is not None) != self.minimum or any(x.shape != shape for x in stored):
             return False
-        units = self.units(scales)
-        if units is None:
-            return torch.equal(self.round_scales(scales), scales)
-        return bool((units != 0).all())
+        if not all(bool(x.isfinite().all()) for x in stored) or not bool((scales != 0).all()):
+            return False
+        if self.steps is not None:
+            units = [self.units(x) for x in stored]
+            return all(x is not None and bool((x != 0).all()) for x in units)
+        if minima is not None and not torch.equal(self.round_minima(minima), minima):
+            return False
+        return torch.equal(self.round_scales(scales), scales)
 
     def decompose(
         self, weight: Tensor, known: GridParameters | None = None
@@ -293,7 +329,8 @@ class Grid:
         Returns:
             The codes, int8 (rows, columns), the scales, float32 (rows, groups), and bool
             (rows, groups), True for the groups whose codes and scales give the weight exactly.
-            Codes and scales of the others mean nothing.
+            Codes and scales of the others mean nothing. Values alone do not determine minima, so
+            that no group of a grid with minima fits without `known` parameters.
         """
         rows, columns = weight.shape
         scales = torch.ones(rows, self.groups(columns), device=weight.device)
@@ -301,6 +338,8 @@ class Grid:
         if known is not None and (known_codes := self.codes_of(weight, known)) is not None:
             return known_codes, known.scales.to(scales), fits
         codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
+        if self.minimum:
+            return codes, scales, ~fits
         for some in _row_ranges(rows, columns):
             chosen, factors, fits[some] = self._fit(weight[some].detach())
             codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
@@ -481,14 +520,18 @@ GRIDS = {
         Grid(4, 32, _INT4, _FLOAT16, "q4_0"),
         Grid(5, 32, tuple(range(-16, 16)), _FLOAT16, "q5_0"),
         Grid(8, 32, _INT8, _FLOAT16, "q8_0"),
+        Grid(4, 32, tuple(range(16)), _FLOAT16, "q4_1", minimum=True),
+        Grid(5, 32, tuple(range(32)), _FLOAT16, "q5_1", minimum=True),
+        Grid(4, 32, tuple(range(16)), _FLOAT16, "q4_k", (0, 63), together=8, minimum=True),
+        Grid(5, 32, tuple(range(32)), _FLOAT16, "q5_k", (0, 63), together=8, minimum=True),
         Grid(4, 32, _IQ4_NL, _FLOAT16, "iq4_nl"),
         Grid(4, 32, _FP4, _POWER_OF_TWO, "mxfp4"),
         *(Grid(4, size, _INT4, _BFLOAT16, f"int4-g{size}") for size in (32, 64, 128)),
         *(Grid(8, size, _INT8, _BFLOAT16, f"int8-g{size}") for size in (32, 64, 128)),
     )
 }
-"""The grids of engines by name: llama.cpp's types with one scale a group, and the integers of
-compressed-tensors, whose scales are bfloat16."""
+"""The grids of engines by name: llama.cpp's types, and the integers of compressed-tensors, whose
+scales are bfloat16."""
 
 
 def grid_named(name: str, argument: str = "grid") -> Grid:

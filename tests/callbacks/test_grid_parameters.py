@@ -21,7 +21,7 @@ from mrp_sparse.formats.grid import GRIDS, grid_of_bits
 
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
-NAMES = ["q3_k", "iq4_nl", "int4-g32"]
+NAMES = ["q3_k", "q4_1", "q4_k"]
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 import itertools
 import json
 import shutil
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from export.to_gguf import main
+from mrp_lightning import prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.records.grid_file import NAME, save_parameters
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
@@ -38,7 +41,7 @@ def checkpoint(tmp_path):
 
     def write(kind, **config):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | config))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name or "bias" in name:
@@ -73,6 +76,33 @@ def test_transformers_reads_the_same_model(kind, config, checkpoint, tmp_path):
     if kind == "llama":  # of other architectures transformers expects their own way to split texts
         text = "def main(argv=None):\n    return 0, 'straße'"
         assert words(text).input_ids == original(text).input_ids
+
+
+@pytest.mark.parametrize(("kind", "config"), KINDS, ids=str)
+def test_minima_follow_the_rows_of_their_weights(kind, config, checkpoint, tmp_path):
+    """Rows of attention are rearranged in some families, and so are their scales and minima."""
+    directory = checkpoint(kind, **config | {"hidden_size": 256, "intermediate_size": 512})
+    model = AutoModelForCausalLM.from_pretrained(directory).bfloat16()
+    parameters = {}
+    for name, layer in model.named_modules():
+        if "_proj" in name:
+            rows, columns = layer.weight.shape
+            grid = "q4_1" if columns % 256 else "q4_k"
+            with torch.no_grad():  # so that the scales of rows differ
+                layer.weight.mul_(torch.linspace(0.2, 2, rows)[:, None])
+            solution = prune_weight(layer.weight.detach(), torch.eye(columns), grid=grid)
+            layer.weight.data, parameters[name] = solution.weight, solution.grid_parameters
+    model.save_pretrained(directory)
+    save_parameters(parameters, directory / NAME)
+    main([str(directory), "--type", "auto", "--out", str(tmp_path / "out.gguf")])
+    stored = gguf.GGUFReader(tmp_path / "out.gguf").tensors
+    kinds = Counter(tensor.tensor_type.name for tensor in stored)
+    assert kinds["Q4_K"] + kinds["Q4_1"] == len(parameters) == 14
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="out.gguf", dtype=torch.bfloat16
+    ).state_dict()
+    for name in parameters:
+        assert torch.equal(theirs[f"{name}.weight"], model.get_submodule(name).weight), name
 
 
 def test_scores_of_a_byte_fallback_tokenizer_merge_in_its_order(checkpoint, tmp_path):

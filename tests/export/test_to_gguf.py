@@ -16,8 +16,9 @@ from gguf.quants import dequantize
 from gguf_files import write
 
 from export.conversion.gguf_types import encode
+from mrp_lightning.errors import FormatError
 from mrp_lightning.records.grid_file import NAME
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import GRIDS, Grid, GridParameters
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
@@ -246,6 +247,71 @@ def test_steps_and_units_are_stored_to_the_bit(dtype):
     assert torch.equal(torch.from_numpy(values.copy()).to(dtype), weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q5_1", "q5_k"])
+def test_minima_are_stored_to_the_bit(name, dtype):
+    """Package gguf reads back what was encoded, with steps of all sizes and minima of zero."""
+    grid, generator = GRIDS[name], torch.Generator().manual_seed(0)
+    codes = torch.randint(0, len(grid.codebook), (9, 512), generator=generator)
+    scales, minima = (torch.rand(9, 16, generator=generator) / 64 for _ in range(2))
+    scales[2], minima[1] = scales[2] / 100, 0
+    if grid.steps is None:
+        parameters = GridParameters(scales.half().float(), (minima - 0.003).half().float())
+    else:
+        steps = torch.randint(0, 64, (2, 9, 16), generator=generator)
+        units = torch.rand(2, 9, 2, generator=generator).half().float().repeat_interleave(8, 2) / 64
+        parameters = GridParameters((steps[0] + (steps[0] == 0)) * units[0], steps[1] * units[1])
+    weight = grid.values(codes, parameters).to(dtype)
+    encoded = encode("blk.0.ffn_down.weight", weight, "auto", parameters)
+    assert encoded.kind.name == name
+    bits = {"q4_1": 5, "q4_k": 4.5, "q5_1": 6, "q5_k": 5.5}[name]
+    assert encoded.content.shape == (9, 512 * bits / 8)
+    values = dequantize(encoded.content, encoded.kind.stored_as)
+    assert torch.equal(torch.from_numpy(values.copy()).to(dtype), weight)
+    weight[3, 5] += 1
+    with pytest.raises(FormatError, match="blk.0.*grid/parameters.safetensors do not give these"):
+        encode("blk.0.ffn_down.weight", weight, "auto", parameters)
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q4_k"])
+def test_a_run_with_minima_is_exact_in_its_type_and_needs_its_file(
+    name, tmp_path, tiny_llama, capsys
+):
+    run = quantised(tmp_path, tiny_llama, grid=name, tuning=True)
+    main([str(run)])
+    assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
+    assert_exact(tmp_path, run, name.upper())
+    (run / NAME).unlink()
+    with pytest.raises(SystemExit) as ended:
+        main([str(run), "--overwrite"])
+    assert ended.value.code == 2
+    assert f"{run / NAME} is missing" in capsys.readouterr().err
+    main([str(run), "--type", "q8_0"])
+    assert "were rounded, by up to" in capsys.readouterr().out
+
+
+def quantised(tmp_path, tiny_llama, **options):
+    """Quantise a small LLaMA whose layers have 256 columns, in bfloat16."""
+    config = AutoModelForCausalLM.from_pretrained(tiny_llama).config
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
+    return pruned(tmp_path / "dense", tmp_path / "run", **options)
+
+
+def assert_exact(tmp_path, run, kind):
+    """All 14 layers of `run.gguf` have a type, and transformers reads them as the run's."""
+    stored = gguf.GGUFReader(tmp_path / "run.gguf").tensors
+    assert sum(tensor.tensor_type.name == kind for tensor in stored) == 14
+    ours = AutoModelForCausalLM.from_pretrained(run).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="run.gguf", dtype=torch.bfloat16
+    )
+    for name, weight in theirs.state_dict().items():
+        if "proj" in name:
+            assert torch.equal(weight, ours[name]), name
+
+
 @pytest.mark.parametrize("keeps_scales", [True, False])
 def test_a_run_with_units_is_exact_in_its_type(
     keeps_scales, tmp_path, tiny_llama, capsys, monkeypatch
@@ -254,11 +320,7 @@ def test_a_run_with_units_is_exact_in_its_type(
 
     With the scales that the run kept, nothing but a few rows is searched.
     """
-    config = AutoModelForCausalLM.from_pretrained(tiny_llama).config
-    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
-    run = pruned(tmp_path / "dense", tmp_path / "run", grid="q3_k", tuning=True)
+    run = quantised(tmp_path, tiny_llama, grid="q3_k", tuning=True)
     if not keeps_scales:
         (run / NAME).unlink()  # as in runs of earlier versions
     fit, searched = Grid.fit, []
@@ -271,12 +333,4 @@ def test_a_run_with_units_is_exact_in_its_type(
     main([str(run)])
     assert (max(searched) <= 4) == keeps_scales
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
-    stored = gguf.GGUFReader(tmp_path / "run.gguf").tensors
-    assert sum(tensor.tensor_type.name == "Q3_K" for tensor in stored) == 14
-    ours = AutoModelForCausalLM.from_pretrained(run).state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="run.gguf", dtype=torch.bfloat16
-    )
-    for name, weight in theirs.state_dict().items():
-        if "proj" in name:
-            assert torch.equal(weight, ours[name]), name
+    assert_exact(tmp_path, run, "Q3_K")

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import FormatError, OptionError, PatternError
-from mrp_sparse.formats.grid import GRIDS, grid_of_bits
+from mrp_sparse.formats.grid import GRIDS, GridParameters, grid_of_bits
 
 NAMES = sorted(GRIDS)
-STORED = sorted(name for name, grid in GRIDS.items() if grid.steps is None)
-"""Grids whose scales are stored as they are."""
+STORED = sorted(name for name, g in GRIDS.items() if g.steps is None and not g.minimum)
+"""Grids whose scales are stored as they are, and which values determine."""
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -48,10 +48,16 @@ def test_a_quantised_weight_is_read_back(name, dtype, problem, truth):
     weight = (weight * 0.02).to(dtype)
     weight[3, : grid.group_size] = 0
     solution = prune_weight(weight, truth.hessian_of(inputs), grid=name)
-    codes, scales = grid.decompose(solution.weight)
+    parameters = solution.grid_parameters
+    if grid.minimum:  # values alone do not determine it
+        assert not grid.fit(solution.weight)[2].any()
+        codes, scales = grid.decompose(solution.weight, parameters)
+    else:
+        codes, scales = grid.decompose(solution.weight)
+        parameters = GridParameters(scales)
     stored = grid.grouped(codes.float())[scales != 0]
     assert torch.isin(stored, torch.tensor(grid.codebook)).all()
-    assert torch.equal(product(codes, scales, grid).to(dtype), solution.weight)
+    assert torch.equal(grid.values(codes, parameters).to(dtype), solution.weight)
     units = grid.units(scales)
     if units is None:
         units, scales = torch.ones(()), scales[scales != 0]
@@ -107,6 +113,9 @@ def test_finer_types_lose_less_and_uneven_codes_fit_normal_weights_better(proble
     losses = {name: prune_weight(weight, hessian, grid=name).loss for name in NAMES}
     assert losses["q8_0"] < losses["q5_0"] < losses["iq4_nl"] < losses["q4_0"] < losses["mxfp4"]
     assert losses["mxfp4"] < losses["q3_k"]
+    assert losses["q8_0"] < losses["q5_1"] < losses["q5_k"] < 0.9 * losses["q5_0"]
+    assert losses["q4_1"] < losses["q4_k"] < 0.9 * losses["q4_0"]
+    assert losses["q4_1"] < 0.95 * losses["iq4_nl"]
     assert losses["q3_k"] < 0.9 * prune_weight(weight, hessian, bits=3, group_size=32).loss
     # Scales of eleven significant bits fit better than those of five.
     assert losses["q4_0"] < prune_weight(weight, hessian, bits=4, group_size=32).loss
@@ -149,6 +158,9 @@ def test_arguments_that_contradict_a_grid_are_refused(problem, truth):
         prune_weight(weight, hessian, grid="q4_0", bits=8, group_size=16)
     with pytest.raises(OptionError, match="no code for zero"):
         prune_weight(weight, hessian, grid="iq4_nl", sparsity=0.5)
+    for name in ("q4_1", "q4_k", "q5_1", "q5_k"):
+        with pytest.raises(OptionError, match="no code for zero.*q4_0.*`zero_has_a_code`"):
+            prune_weight(weight, hessian, grid=name, pattern="2:4")
     with pytest.raises(PatternError, match="48 columns do not split into groups of 32"):
         prune_weight(weight, hessian, grid="iq4_nl")
     with pytest.raises(PatternError, match="48 columns do not split into groups of 256"):
