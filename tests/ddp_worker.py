@@ -22,6 +22,7 @@ from mrp_lightning.pruning.block import LayerSolver
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 QUIET |= {"enable_model_summary": False}
 PRUNE: dict[str, Any] = {"sparsity": 0.5, "allocation": "output", "target": "dense", "tuning": True}
+PRUNE |= {"head_grid": "q5_0"}
 
 
 def data(text: str) -> TextDataModule:

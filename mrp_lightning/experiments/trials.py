@@ -17,6 +17,9 @@ _SETTING = re.compile(
     r"((?P<percent>\d+(\.\d+)?)%|(?P<pattern>[^+]*:[^+]*))?((^|(?<=.)\+)(?P<bits>\d+)bit)?"
 )
 
+HEAD_ALONE = "head"
+"""The setting of a run that quantised the output head alone."""
+
 CALLBACK = "trainer.callbacks.init_args"
 """The dotted key of the arguments of the last callback, which prunes."""
 
@@ -94,7 +97,7 @@ class Trial:
     Attributes:
         model: The name of the model in the sweep; empty for a run that no sweep made.
         setting: `dense`, a percentage such as `50%`, a pattern such as `2:4`, either of them with
-            `+4bit`, or `4bit`.
+            `+4bit`, or `4bit`; `head` in the report of a run that quantised the head alone.
         method: The canonical name of the method; `None` for the dense model.
         block_size: Columns a block; `None` for all columns, and for methods without blocks.
         seed: The seed of the calibration set; `None` for methods without one.
@@ -139,7 +142,7 @@ class Trial:
     @property
     def sparsity(self) -> float:
         """The fraction of the weights that is removed."""
-        if self.method is None:
+        if self.method is None or self.setting == HEAD_ALONE:
             return 0.0
         return parse_setting(self.setting, "magnitude").pattern.sparsity
 
@@ -190,7 +193,7 @@ class Trial:
         """Return the trial that the arguments in a report describe, of a model without a name."""
         keys = ("sparsity", "pattern", "bits", "head_grid")
         arguments: dict[str, Any] = {key: config.get(key) for key in keys}
-        setting = Recipe.of(method="magnitude", **arguments).amount
+        setting = Recipe.of(method="magnitude", **arguments).amount or HEAD_ALONE
         return cls("", setting, str(config.get("method")), config.get("block_size"))
 
 

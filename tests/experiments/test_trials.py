@@ -242,3 +242,10 @@ def test_options_that_end_alike_are_not_mixed():
 def test_a_sweep_of_nothing_is_refused(change, message):
     with pytest.raises(OptionError, match=message):
         sweep(**change)
+
+
+def test_a_run_of_the_head_alone_removes_nothing():
+    trial = Trial.of_report({"method": "SM", "head_grid": "q4_0", "block_size": 128})
+    assert (trial.setting, trial.sparsity) == ("head", 0.0)
+    beside = Trial.of_report({"method": "SM", "head_grid": "q4_0", "pattern": "2:4"})
+    assert (beside.setting, beside.sparsity) == ("2:4", 0.5)
