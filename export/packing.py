@@ -11,7 +11,7 @@ import torch
 from export.backends import why_not_here, why_not_storable
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
 from export.conversion.compressed import (
-    FORMAT,
+    LAYOUTS,
     check_compressed,
     choose_compressed,
     write_compressed,
@@ -35,7 +35,7 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
 
-_UNPACKED = ("dense", "torchao", FORMAT)
+_UNPACKED = ("dense", "torchao", *LAYOUTS)
 _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
@@ -46,7 +46,7 @@ class PackingOptions:
     Attributes:
         checkpoint: A Hugging Face directory, the directory of a pruned LightningModule, or a .ckpt.
         out: The directory to write; by default named after the checkpoint and the format.
-        format: A key of `_FORMS`, dense or compressed-tensors; by default the checkpoint decides.
+        format: A key of `_FORMS` or `LAYOUTS`, or dense; by default the checkpoint decides.
         head_bits: 8 rounds the head to 8 bits, 16 leaves it unchanged.
         overwrite: Whether an earlier export in `out` may be replaced.
         skip: Name patterns of layers that stay dense.
@@ -138,7 +138,7 @@ def convert(options: PackingOptions) -> ExportReport:
 
 
 def compress(options: PackingOptions) -> Path:
-    """Write a pruning with bits as compressed-tensors, and return the directory.
+    """Write a pruning with bits in one of `LAYOUTS`, and return the directory.
 
     Raises:
         PatternError: Weights do not lie on the format's grid; see `choose_compressed`.
@@ -147,12 +147,14 @@ def compress(options: PackingOptions) -> Path:
         OptionError: Options contradict each other.
         FileExistsError: The output exists.
     """
+    assert options.format is not None
+    layout = LAYOUTS[options.format]
     if options.head_bits == 8:
-        raise errors.OptionError(f"`--head-bits` is not for `--format {FORMAT}`.")
-    out = options.output(FORMAT)
+        raise errors.OptionError(f"`--head-bits` is not for `--format {layout.name}`.")
+    out = options.output(layout.name)
     source = open_checkpoint(options.checkpoint)
     with bars() as track:
-        compressed = choose_compressed(source, options.skip, track)
+        compressed = choose_compressed(source, layout, options.skip, track)
         if options.check_only:
             if out.is_dir():
                 check_compressed(source, out, compressed)
@@ -168,7 +170,7 @@ def compress(options: PackingOptions) -> Path:
         f"{counted(len(compressed.layers), 'layer')} in {compressed.bits} bits, with a scale for "
         f"{groups}; each weight is read back to the bit.\n"
         f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. vLLM, SGLang and, with the "
-        "package compressed-tensors, transformers load it.\n"
+        f"package {layout.package}, transformers load it.\n"
         f"Written to {out}\n"
     )
     return out

@@ -7,6 +7,8 @@ from typing import Any
 
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
 
+_OF_ENGINES = ("compressed-tensors", "gptq")
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
@@ -27,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> None:
         with interruptible(handled):
             values = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
             packing = PackingOptions(**values)
-            if packing.format == "compressed-tensors":
+            if packing.format in _OF_ENGINES:
                 compress(packing)
             else:
                 convert(packing)
@@ -49,11 +51,11 @@ def _parser() -> Any:
     text = (
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
         "keeps the zeros, for software that knows no sparsity; torchao writes its own 2:4 tensors, "
-        "on a CUDA device; compressed-tensors is for vLLM and SGLang, of 4 or 8 bits (default: "
-        "bitmask4 where the report says 3 or 4 bits, packed where the checkpoint is 2:4, else "
-        "bitmask)"
+        "on a CUDA device; compressed-tensors and gptq are for vLLM and SGLang, of 4 or 8 bits "
+        "(default: bitmask4 where the report says 3 or 4 bits, packed where the checkpoint is "
+        "2:4, else bitmask)"
     )
-    formats = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors")
+    formats = ("packed", "bitmask", "bitmask4", "dense", "torchao", *_OF_ENGINES)
     option("--format", choices=formats, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)

@@ -158,7 +158,7 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
         result = shlex.quote(str(conversion.out))
         if conversion.command == "gguf":
             lines.append(f"  llama-cli -m {result}")
-        elif "compressed-tensors" in conversion.options:
+        elif {"compressed-tensors", "gptq"} & {*conversion.options}:
             lines.append(f"  vllm serve {result}")
         else:
             runnable = result

@@ -1,7 +1,9 @@
 """compressed-tensors: equal to the bit, by that package's own reading, and the refusals."""
 
 import json
+import re
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,9 +35,9 @@ def pruned(tmp_path):
     return prune
 
 
-def export(run, *arguments):
-    main([str(run), "--format", "compressed-tensors", *arguments])
-    return run.with_name(f"{run.name}-compressed-tensors")
+def export(run, *arguments, form="compressed-tensors"):
+    main([str(run), "--format", form, *arguments])
+    return run.with_name(f"{run.name}-{form}")
 
 
 RUNS = [
@@ -81,6 +83,74 @@ def test_codes_lie_in_int32_from_the_lowest_bits(pruned):
             code = (int(words[row, column // 8]) >> (4 * (column % 8))) % 16 - 8
             value = code * stored[f"{name}_scale"][row, column // 32]
             assert value == dense[name][row, column]
+
+
+def dequantised(stored, name, bits):
+    """Dequantise a layer as AutoGPTQ documents version 1 of the layout, number by number."""
+    words, zeros = (stored[f"{name}.{x}"].numpy().view("uint32") for x in ("qweight", "qzeros"))
+    scales, groups = (stored[f"{name}.{x}"].numpy() for x in ("scales", "g_idx"))
+    each, mask = 32 // bits, 2**bits - 1
+    weight = numpy.zeros((words.shape[1], len(groups)), dtype="float32")
+    for row, column in numpy.ndindex(weight.shape):
+        code = (int(words[column // each, row]) >> (bits * (column % each))) & mask
+        group = groups[column]
+        zero = (int(zeros[group, row // each]) >> (bits * (row % each))) & mask
+        weight[row, column] = float(scales[group, row]) * (code - (zero + 1))
+    return torch.from_numpy(weight)
+
+
+OF_GPTQ = [
+    ({"grid": "int4-g32"}, 4, 32),
+    ({"grid": "int8-g64"}, 8, 64),
+    ({"bits": 3, "pattern": "2:4", "group_size": 128}, 4, -1),
+]
+
+
+@pytest.mark.parametrize(("options", "bits", "group"), OF_GPTQ, ids=str)
+def test_a_textbook_reading_of_gptq_gives_the_checkpoint(options, bits, group, pruned, capsys):
+    run = pruned(**options, head_grid="q8_0")
+    out = export(run, form="gptq")
+    assert f"in {bits} bits" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["checkpoint_format"]) == ("gptq", "gptq")
+    assert (config["bits"], config["group_size"]) == (bits, group)
+    assert (config["sym"], config["desc_act"], config["lm_head"]) == (True, False, False)
+    stored, dense = load_file(out / "model.safetensors"), load_file(run / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    groups = 1 if group < 0 else 128 // group
+    shapes = {"qweight": (128 * bits // 32, 64), "qzeros": (groups, 64 * bits // 32)}
+    shapes |= {"scales": (groups, 64), "g_idx": (128,)}
+    assert {kind: stored[f"{name}.{kind}"].shape for kind in shapes} == shapes
+    types = [stored[f"{name}.{kind}"].dtype for kind in shapes]
+    assert types == [torch.int32, torch.int32, torch.float16, torch.int32]
+    left = {"model.embed_tokens.weight", "lm_head.weight"}
+    for key in dense:
+        if key in left or "norm" in key:
+            assert torch.equal(stored[key], dense[key])
+        else:
+            weight = dequantised(stored, key.removesuffix(".weight"), bits)
+            assert torch.equal(weight.bfloat16(), dense[key]), key
+
+
+def test_gptq_names_the_layers_that_stay_dense_and_refuses_what_float16_cannot_hold(pruned, capsys):
+    run = pruned(grid="int4-g32")
+    dynamic = json.loads(
+        (export(run, "--skip", "down_proj", form="gptq") / "config.json").read_text()
+    )
+    dynamic = dynamic["quantization_config"]["dynamic"]
+    skipped = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    for name in (*skipped, "lm_head", "model.layers.0.mlp.up_proj"):
+        matches = [key for key in dynamic if re.match(key.removeprefix("-:"), name)]
+        assert len(matches) == (name != "model.layers.0.mlp.up_proj")
+    model = AutoModelForCausalLM.from_pretrained(run)
+    model.model.layers[0].mlp.up_proj.weight.data *= 2.0**-20  # scales finer than its smallest
+    model.save_pretrained(run)
+    (run / "grid" / "parameters.safetensors").unlink()
+    with pytest.raises(SystemExit) as ended:
+        export(run, "--overwrite", form="gptq")
+    assert ended.value.code == 2
+    assert "layers.0.mlp.up_proj: " in (error := capsys.readouterr().err)
+    assert "groups are no multiples of a scale" in error
 
 
 def test_layers_can_stay_dense_and_others_are_refused(pruned, tmp_path, capsys):
