@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -146,21 +147,59 @@ def _is_no_tip(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's messages and transformers' loading bars; progress is still reported."""
+def silent_start() -> Iterator[None]:
+    """Silence the messages of a start that name nothing: devices that are not there, and the seed.
+
+    transformers' bars of loading and writing are silenced, too; those of downloads are shown.
+    """
+    names = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(_names_something)
+    try:
+        with _no_loading_bars():
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_names_something)
+
+
+def _names_something(record: logging.LogRecord) -> bool:
+    return re.match(r"[GTH]PU available: False|Seed set to", record.getMessage()) is None
+
+
+@contextmanager
+def _no_loading_bars() -> Iterator[None]:
+    """Disable transformers' bars, but not those of the hub's downloads, which it disables, too."""
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
+    had_bars, had_downloads = (
+        transformers_logging.is_progress_bar_enabled(),
+        not are_progress_bars_disabled(),
+    )
+    transformers_logging.disable_progress_bar()
+    if had_downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silence Lightning's messages and transformers' loading bars; progress is still reported."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
-    argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()
-    formatwarning = warnings.formatwarning
+    argv, formatwarning = sys.argv, warnings.formatwarning
     sys.argv = argv[:1]  # LightningCLI warns if there are arguments in `sys.argv`, too
-    transformers_logging.disable_progress_bar()
     for logger in loggers:
         logger.setLevel(logging.WARNING)
     progress_log.setLevel(logging.INFO)
     try:
-        with warnings.catch_warnings():
+        with _no_loading_bars(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
             # The source line of a warning means nothing to the user of a command.
             warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
@@ -171,8 +210,6 @@ def quiet_lightning() -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         progress_log.setLevel(logging.NOTSET)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

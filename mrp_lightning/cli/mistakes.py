@@ -123,7 +123,9 @@ def _wrong_value(argument: Argument, kind: Any) -> str:
         return ""
     expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value)
-    hint = f" Write {float(percent[1]) / 100:g}." if percent and "a number" in words else ""
+    meant = f"{float(percent[1]) / 100:g}" if percent else value.replace(",", ".")
+    is_meant = percent or re.fullmatch(r"\d+,\d+", value)
+    hint = f" Write {meant}." if is_meant and "a number" in words else ""
     return f"`{path}`: expected {expected}. Got {value}.{hint}"
 
 

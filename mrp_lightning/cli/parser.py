@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -127,7 +127,13 @@ class Parser(ArgumentParser):
         types = options_of(parser).items()
         options = {name.lstrip("-").removesuffix("+"): kind for name, kind in types}
         arguments = [*self._arguments, *self.defaults_given]
-        raise OptionError(explain(message, options, arguments)) from ex
+        message = re.sub(r"^argument (--[\w-]+): ", r"`\1`: ", message)
+        explained = explain(message, options, arguments)
+        missing = re.fullmatch(r"the following arguments are required: (.*)", explained)
+        if missing:  # and no other key is nearly one of them
+            raise OptionError(_missing(parser, missing[1].split(", "))) from ex
+        takes_files = "--config" in options_of(parser)
+        raise OptionError(explained if takes_files else self.in_options(explained)) from ex
 
 
 def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -137,6 +143,18 @@ def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
     for name in names:
         if name not in long_options:
             raise OptionError(f"there is no option `{name}`. {nearest(name, long_options)}")
+
+
+def _missing(parser: Parser, names: Iterable[str]) -> str:
+    """Return a message on required arguments; those of a subcommand have its name in front."""
+    command, shown = parser.prog, []
+    for name in names:
+        subcommand, dot, rest = name.partition(".")
+        option = option_named(parser, name)
+        if option is None and dot:
+            command, option = f"mrp-lightning {subcommand}", f"--{rest}"
+        shown.append(f"`{option or name}`")
+    return f"`{command}` needs {', '.join(shown)}; see `{command} --help`."
 
 
 def _dashed(arg: str, options: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mrp_lightning.cli.command import exit_on_mistake
-from mrp_lightning.environment import __version__, extra
+from mrp_lightning.environment import __version__, extra, silent_start
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
 _OF_LIGHTNING = {
@@ -141,7 +141,7 @@ def _run_lightning(args: list[str] | None) -> None:
 
     try:
         # From the first file read on, since a trainer handles signals only between batches.
-        with interruptible(unclaimed_signals(), at_once=True):
+        with interruptible(unclaimed_signals(), at_once=True), silent_start():
             PruningCLI(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())

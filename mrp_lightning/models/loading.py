@@ -87,9 +87,10 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
             "a .gguf file; a Lightning .ckpt is given as `ckpt_path`."
         )
     if not path.exists() and is_path(source):
+        searched = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise FileNotFoundError(
-            f"`model`: there is no directory {source}. Give a model directory that exists, or a "
-            "hub id (OWNER/NAME, where OWNER is no directory here)."
+            f"`model`: there is no directory {source}{searched}. Give a model directory that "
+            "exists, or a hub id (OWNER/NAME, where OWNER is no directory here)."
         )
     with _explained_absence(source):
         try:
@@ -110,9 +111,12 @@ def _explained_absence(source: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        local = Path(source).expanduser()
+        absence = "" if local.exists() else f"there is no {local.absolute()}; "
         raise FileNotFoundError(
             f"`model`: {source} is neither a complete local model directory nor a model that the "
-            f"hub gives. Check the name, or download it first. ({why_not_found(source, error)})"
+            "hub gives. Check the name, or download it first. "
+            f"({absence}{why_not_found(source, error)})"
         ) from error
 
 

@@ -186,6 +186,48 @@ def test_other_commands_take_no_abbreviations(command, capsys):
     assert stop.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["layers"], "`mrp-lightning layers` needs `MODEL`; see `mrp-lightning layers --help`."),
+        (["generate", "model"], "needs `--prompt`; see"),
+        (
+            ["predict", "--trainer.callbacks=MRPCallback"],
+            "`mrp-lightning predict` needs `--model.model`; see `mrp-lightning predict --help`.",
+        ),
+        (["prune", "m", "--sparsity=0,5"], "`--sparsity`: expected a number. Got 0,5. Write 0.5."),
+        (["prune", "m", "--seed=-1"], "`--seed`: expected a number from 0, got '-1'"),
+        (["gguf", "model", "--type=q9"], "`--type`: invalid choice: 'q9'"),
+    ],
+)
+def test_an_argument_is_named_as_it_is_typed(args, message, capsys):
+    assert message in said(args, capsys)
+
+
+def test_a_start_names_nothing_that_is_not_there(tiny_llama, tmp_path, monkeypatch):
+    """No missing devices, no seed, no bars of loading; the bars of downloads stay."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"value_{i} = compute({i * 7})" for i in range(400)))
+    command = [sys.executable, "-m", "mrp_lightning", "predict", f"--model={tiny_llama}"]
+    command += [f"--data.train_files={text}", "--data.num_samples=2", "--data.sequence_length=32"]
+    command += ["--trainer.callbacks=MRPCallback", "--trainer.callbacks.pattern=2:4"]
+    command += ["--trainer.callbacks.save_dir=out", "--trainer.accelerator=cpu"]
+    command += ["--trainer.enable_progress_bar=false"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = (run.stdout + run.stderr).splitlines()
+    known = re.compile("block [12]/2 |Pruned 14 layers to 2:4 |The calibration data hold ")
+    assert {match[0] for line in lines if (match := known.match(line))} >= {"block 1/2 "}
+    assert [line for line in lines if line.strip() and not known.match(line)] == []
+    script = "from huggingface_hub.utils import are_progress_bars_disabled as no_downloads\n"
+    script += "from transformers.utils.logging import is_progress_bar_enabled as has_bars\n"
+    script += "from mrp_lightning.environment import silent_start\n"
+    script += "with silent_start(): print(no_downloads(), has_bars())\n"
+    script += "print(no_downloads(), has_bars())"
+    shown = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=shown)
+    assert out.stdout.split() == ["False", "False", "False", "True"]
+
+
 @pytest.mark.parametrize(("wrong", "meant"), [("predct", "`predict`"), ("layer", "`layers`")])
 def test_a_command_that_does_not_exist(wrong, meant, capsys):
     assert meant in said([wrong, "--config=x.yaml"], capsys)
