@@ -51,7 +51,7 @@ from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
-from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.blocks import alike, find_blocks
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan, find_head, make_plan
 from mrp_lightning.upstream.lightning_names import predict_data
@@ -59,6 +59,10 @@ from mrp_lightning.upstream.lightning_names import predict_data
 _FAR = 0.05
 """The difference between requested and removed fraction of units from which on to warn."""
 
+_LISTED = 3
+"""The number of kinds of layers that the summary lists as left dense."""
+_RUINED = 0.5
+"""The mean relative loss of the layers above which a model is called ruined."""
 _FEW_WORDS = 8
 """The number of different tokens up to which a text counts as degenerate."""
 
@@ -450,6 +454,15 @@ class Run:
             f"a layer, relative to its output: {totals['relative_loss']:.4f}{zeros_note}. "
             f"{self._where}"
         )
+        if reasons := {row.name: row.skipped for row in self.report.layers if row.skipped}:
+            groups = [f"{layers}: {reason}" for layers, reason in alike(reasons)]
+            more = f"; … ({len(groups)} kinds in the report)" * (len(groups) > _LISTED)
+            rank_zero_info(f"Left dense: {'; '.join(groups[:_LISTED])}{more}.")
+        if totals["relative_loss"] > _RUINED:
+            log.warning(
+                "Of what these layers computed, most is lost, so that the model is hardly of use. "
+                "Remove less: a lower `sparsity`, or a `pattern` that keeps more."
+            )
 
     def _log_narrowed(self) -> None:
         narrowed, totals, grid = self.report.narrowed, self.report.totals, self.settings.recipe.grid

@@ -214,7 +214,8 @@ def make_plan(
     names = [n for n in (*in_blocks, *outside) if is_wanted(n)]
     # `targets` is the user's own choice, which may include routers.
     routers = [] if target_patterns else list(_routers(modules, layers, names))
-    names = [n for n in names if n not in {router.name for router in routers}]
+    empty = [n for n in names if not layers[n].weight.numel()]
+    names = [n for n in names if n not in {*empty, *(router.name for router in routers)}]
     targeted = [layers[n] for n in names]
     unusual = _unusual(
         modules, targeted, [n for n in modules if is_wanted(n)], block_list, allow_meta
@@ -229,7 +230,14 @@ def make_plan(
             f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{lines}"
         )
     tied = _tied(model, targeted, shown)
-    every_skipped = (*routers, *_no_layers(modules, block_list, is_wanted), *tied, *unfit)
+    no_weights = [Skipped(n, tuple(layers[n].weight.shape), "it has no weights") for n in empty]
+    every_skipped = (
+        *routers,
+        *no_weights,
+        *_no_layers(modules, block_list, is_wanted),
+        *tied,
+        *unfit,
+    )
     skipped = {s.name: replace(s, name=shown(s.name)) for s in every_skipped}
     chosen_layers = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not chosen_layers:
@@ -329,7 +337,12 @@ def _no_layers(
             yield Skipped(name, tuple(module.weight.shape), reason)  # type: ignore[arg-type]
         for weight, tensor in fused_weights(module):
             if is_wanted(f"{name}.{weight}"):
-                reason = f"fused weight of {type(module).__name__}, which is not supported yet"
+                reason = f"fused weight of {type(module).__name__}, "
+                reason += (
+                    "whose products are made inside torch's attention, which shows no input of them"
+                    if isinstance(module, nn.MultiheadAttention)
+                    else "a stack of matrices in a layout that is not known here"
+                )
                 yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
         # Bare parameters outside of blocks, or in a model without blocks, are mostly position
         # embeddings.

@@ -383,6 +383,33 @@ def test_the_run_ends_with_one_line_that_says_what_was_done(llama, loader, quiet
         assert re.search(said, line)
 
 
+class Torch(pl.LightningModule):
+    """An encoder of torch, whose attentions multiply by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.embedding = nn.Embedding(2048, 16)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def predict_step(self, batch, index):
+        ids = batch["input_ids"] if isinstance(batch, dict) else batch
+        return self.encoder(self.embedding(ids))
+
+
+def test_the_run_ends_with_what_stays_dense_and_what_is_ruined(loader, quiet, caplog):
+    caplog.set_level("INFO")
+    for sparsity in (0.5, 0.95):
+        caplog.clear()
+        callback = PruningCallback(method="magnitude", sparsity=sparsity)
+        Trainer(**quiet).predict(Torch(), loader, callbacks=[callback])
+        (line,) = [m for m in caplog.messages if m.startswith("Left dense: ")]
+        assert "encoder.layers.*.self_attn.in_proj_weight (2 layers): fused weight of Mult" in line
+        assert "self_attn.out_proj (2 layers): its product is made inside torch's attention" in line
+        assert (callback.report.totals["relative_loss"] > 0.5) == (sparsity > 0.9)
+        assert ("most is lost" in caplog.text) == (sparsity > 0.9)
+
+
 def test_a_model_that_was_pruned_before_is_told_as_one(llama, loader, quiet, tmp_path, caplog):
     caplog.set_level("INFO")
     model = llama()

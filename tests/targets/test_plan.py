@@ -173,6 +173,13 @@ def test_attention_of_torch_is_reported(caplog):
     plan = make_plan(model, HALF)
     skipped = [s.name for s in plan.skipped]
     assert skipped == [f"layers.{k}.self_attn.in_proj_weight" for k in (0, 1)]
+    assert "inside torch's attention, which shows no input" in plan.skipped[0].reason
+
+
+def test_a_layer_without_weights_stays_as_it_is():
+    plan = make_plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0), nn.Linear(0, 4)), HALF)
+    assert names(plan) == ["0"]
+    assert {s.name: s.reason for s in plan.skipped} == dict.fromkeys("12", "it has no weights")
 
 
 def test_weights_that_are_not_finite_are_all_named(build):
