@@ -346,11 +346,12 @@ class _KeptWeights(_Tuned):
 
 
 class _Scales(_Tuned):
-    """The scales of weights that are on a grid; their codes and minima do not change.
+    """The scales of weights that are on a grid; their codes do not change.
 
     A master is the relative change of the scales of a layer, times `_SIZE`, so that one learning
-    rate serves weights and scales. Scales are rounded to those of the grid in every step, so that
-    the epoch is chosen by weights that lie on it.
+    rate serves weights and scales. Minima change in proportion to scales, so that whole groups
+    shrink or grow. Both are rounded to those of the grid in every step, so that the epoch is chosen
+    by weights that lie on it.
 
     Args:
         layers: The layers, which are on the grid.
@@ -365,31 +366,39 @@ class _Scales(_Tuned):
         super().__init__(layers)
 
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
-        self._layers = [
-            (layer, *self._grid.decompose(layer.weight, self._known.get(layer.name)))
-            for layer in layers
+        self._layers = []
+        for layer in layers:
+            known = self._known.get(layer.name)
+            codes, scales = self._grid.decompose(layer.weight, known)
+            minima = None if known is None or known.minima is None else known.minima.to(scales)
+            self._layers.append((layer, codes, scales, minima))
+        self._units = [
+            (self._grid.units(scales), None if minima is None else self._grid.units(minima))
+            for _, _, scales, minima in self._layers
         ]
-        self._units = [self._grid.units(scales) for _, _, scales in self._layers]
-        return [torch.zeros_like(scales, requires_grad=True) for _, _, scales in self._layers]
+        return [torch.zeros_like(scales, requires_grad=True) for _, _, scales, _ in self._layers]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         of_parameter = dict(zip(self.parameters, gradients, strict=True))
-        for (layer, codes, scales), master in zip(self._layers, self.masters, strict=True):
+        for (layer, codes, scales, minima), master in zip(self._layers, self.masters, strict=True):
             gradient = of_parameter[layer.parameter]
             if gradient is not None and master.grad is not None:
-                of_weights = layer.arranged(gradient).flatten(1) * codes
-                master.grad += self._grid.grouped(of_weights).sum(2) * scales / _SIZE
+                of_weights = layer.arranged(gradient).flatten(1)
+                master.grad += self._grid.grouped(of_weights * codes).sum(2) * scales / _SIZE
+                if minima is not None:
+                    master.grad -= self._grid.grouped(of_weights).sum(2) * minima / _SIZE
 
     def _write(self) -> None:
-        for (layer, codes, scales), units, master in zip(
+        for (layer, codes, scales, minima), (units, minimum_units), master in zip(
             self._layers, self._units, self.masters, strict=True
         ):
-            known = self._known.get(layer.name)
-            minima = None if known is None or known.minima is None else known.minima.to(scales)
-            rounded = self._grid.round_scales(scales * (1 + master / _SIZE), units)
-            changed = GridParameters(rounded, minima)
+            factor = 1 + master / _SIZE
+            changed = GridParameters(self._grid.round_scales(scales * factor, units))
+            if minima is not None:
+                rounded = self._grid.round_minima(minima * factor, minimum_units)
+                changed = replace(changed, minima=rounded)
             layer.write_(self._grid.values(codes, changed))
-            if known is not None:
+            if layer.name in self._known:
                 self._written[layer.name] = changed
 
     def keep(self) -> None:

@@ -159,6 +159,7 @@ def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_p
         ({"head_grid": "iq4_nl", "grid": "q4_0"}, "q4_0", "Q4_0", "IQ4_NL"),
         ({"head_grid": "q5_0", "sparsity": 0.5, "bits": 4}, "q8_0", "Q8_0", "Q5_0"),
         ({"head_grid": "q8_0", "grid": "iq4_nl"}, None, "IQ4_NL", "Q8_0"),
+        ({"head_grid": "q5_1", "grid": "q4_1"}, None, "Q4_1", "Q5_1"),
     ],
     ids=str,
 )

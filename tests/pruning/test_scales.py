@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
-from mrp_lightning import BlockTuning, CausalLM, Trainer
+from mrp_lightning import BlockTuning, CausalLM, Trainer, prune_weight
 from mrp_lightning.pruning.block_tuner import _Scales
 from mrp_lightning.targets.layers import Linear
 from mrp_sparse.formats.grid import GRIDS, grid_of_bits
@@ -55,6 +55,44 @@ def test_gradients_and_weights_are_those_of_scales(grid):
     for column in range(64):
         off = spread[:, column] / wanted[:, column // grid.group_size] - 1
         assert off[codes[:, column] != 0].abs().max() <= half_a_step * 1.001
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q5_k"])
+def test_minima_change_with_their_scales(name):
+    """By autograd through whole groups times a factor, and a step that is written."""
+    grid, generator = GRIDS[name], torch.Generator().manual_seed(0)
+    dense = torch.randn(5, 256, generator=generator) + 0.3
+    solution = prune_weight(dense, torch.eye(256), grid=name)
+    layer = layer_on(grid, torch.zeros(5, 256), torch.ones(5, 8))
+    layer.write_(solution.weight)
+    tuned = _Scales([layer], grid, {"layer": solution.grid_parameters})
+    (master,) = tuned.masters
+    x = torch.randn(7, 256, generator=generator)
+
+    change = torch.zeros(5, 8, requires_grad=True)
+    changed = solution.weight * (1 + change / 0.1).repeat_interleave(32, 1)
+    (expected,) = torch.autograd.grad((x @ changed.T).square().sum(), change)
+    tuned.add(torch.autograd.grad((x @ layer.parameter.T).square().sum(), tuned.parameters))
+    torch.testing.assert_close(master.grad, expected, rtol=1e-3, atol=1e-2)
+
+    with torch.no_grad():
+        master += 0.004 * torch.randn(master.shape, generator=generator)
+    tuned.write()
+    tuned.keep()
+    assert not torch.equal(layer.weight, solution.weight)
+    assert torch.equal(
+        grid.codes_of(layer.weight, tuned.grid["layer"]),
+        grid.codes_of(solution.weight, solution.grid_parameters),
+    )
+    factor, numbers = 1 + master.detach() / 0.1, solution.grid_parameters
+    for ours, start in ((numbers.scales, 1), (numbers.minima, 0)):
+        nearest = (ours * factor).half().float()
+        if grid.steps is not None:  # the largest of a unit is 63 already, and cannot grow
+            stored = grid.units(ours)[..., None] * torch.arange(start, 64)
+            off = (stored - (ours * factor)[..., None]).abs()
+            nearest = stored.gather(2, off.argmin(2, keepdim=True))[..., 0]
+        written = tuned.grid["layer"].scales if start else tuned.grid["layer"].minima
+        assert torch.equal(written, nearest)
 
 
 def test_a_tuned_run_has_the_codes_of_one_that_is_not(tiny_llama, tmp_path):
