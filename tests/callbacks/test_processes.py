@@ -15,11 +15,13 @@ import torch
 from ddp_worker import PRUNE, bits, data
 from ddp_worker import QUIET as SILENT
 from lightning.pytorch import Trainer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM
 from mrp_lightning.errors import JournalError
+from mrp_lightning.records.grid_file import NAME
 
 ROOT = Path(__file__).parents[2]
 QUIET = {**SILENT, "accelerator": "cpu"}
@@ -109,6 +111,9 @@ def test_two_nodes_go_on_where_a_process_died(killed, given):
     assert bits(AutoModelForCausalLM.from_pretrained(out / "second")) == bits(
         AutoModelForCausalLM.from_pretrained(out / "first")
     )
+    grids = [load_file(out / name / NAME) for name in ("second", "first")]
+    assert grids[0].keys() == grids[1].keys()
+    assert all(torch.equal(tensor, grids[1][name]) for name, tensor in grids[0].items())
     assert not (out / ".second.partial").exists()
 
 

@@ -16,6 +16,7 @@ from mrp_lightning import CausalLM, prune_weight
 from mrp_lightning.data.sampling import Sampling, write
 from mrp_lightning.targets import plan as plan_module
 from mrp_sparse.eight_bit_head import EightBitLinear
+from mrp_sparse.formats.grid import GRIDS
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
 
 CPU = torch.device("cpu")
@@ -47,6 +48,23 @@ def test_bits_are_those_of_the_cpu(second, options, pattern, grid):
     assert there.weight.device == second
     assert_same({"weight": there.weight}, {"weight": here.weight}, second)
     assert there.loss == pytest.approx(here.loss, rel=0 if second.type == NAME else 1e-2)
+
+
+@pytest.mark.parametrize("grid", ["q3_k", "q4_1", "q5_k"])
+def test_scales_and_minima_are_those_of_the_cpu(second, grid):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 256, generator=generator) + 0.2
+    inputs = torch.randn(600, 256, generator=generator) * torch.linspace(0.1, 2, 256)
+    hessian = 2 * inputs.T @ inputs / 600
+    there = prune_weight(weight.to(second), hessian.to(second), grid=grid)
+    here = prune_weight(weight, hessian, grid=grid)
+    assert there.loss == pytest.approx(here.loss, rel=0 if second.type == NAME else 1e-2)
+    for solution in (there, here):
+        parameters = solution.grid_parameters
+        assert parameters.scales.device == CPU
+        codes = GRIDS[grid].codes_of(solution.weight, parameters)
+        assert codes is not None
+        assert codes.device == solution.weight.device
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
