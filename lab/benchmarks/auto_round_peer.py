@@ -16,20 +16,15 @@ are those of the process, with the loading of the model. Results in DIR are not 
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_types import LENGTH, perplexity, quantise, windows
+from engine_types import LENGTH, Comparison, perplexity, quantise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from mrp_lightning.models.loading import load_model, load_tokenizer
-from mrp_lightning.models.saving import save_pretrained
-from mrp_sparse.environment import machine
 
 SCHEMES = {"int4-g32": 32, "int4-g64": 64, "int4-g128": 128}
 """AutoRound's group size for each of our grids, whose scheme is W4A16."""
@@ -76,28 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a Hugging Face directory")
-    parser.add_argument("place", type=Path, metavar="DIR", help="directory for the results")
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--evaluation", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
-    parser.add_argument("--eval-windows", type=int, default=40)
     parser.add_argument("--grids", nargs="+", choices=SCHEMES, default=["int4-g32", "int4-g64"])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    dense = options.place / "dense"
-    if not dense.exists():
-        model, tokenizer = load_model(options.model, torch.float32), load_tokenizer(options.model)
-        save_pretrained(model.bfloat16(), dense, tokenizer=tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(dense)
-    calibration = windows(options.calibration, tokenizer, options.windows)
-    evaluation = windows(options.evaluation, tokenizer, options.eval_windows)
-    whole = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    best = perplexity(whole, evaluation)
-    rows = [f"| dense | bfloat16 | {best:.3f} | | |"]
+    comparison = Comparison(parser, lambda *_: None)
+    options, dense, best = comparison.options, comparison.dense, comparison.best
+    comparison.add("dense", "bfloat16", f"{best:.3f}", "", "")
 
     def row(name: str, by: str, grid: str, make: Callable[[Path], object]) -> None:
         """Add the row of a result, which `make` writes into a directory if it is not there."""
@@ -107,12 +86,11 @@ def main() -> None:
             begin = time.process_time()
             make(directory)
             spent = time.process_time() - begin
-            value = measure(directory, whole, evaluation)
+            value = measure(directory, comparison.whole, comparison.evaluation)
             record.write_text(json.dumps({"seconds": spent, "perplexity": value}))
         known = json.loads(record.read_text())
         value, spent = known["perplexity"], known["seconds"]
-        rows.append(f"| {by} | {grid} | {value:.3f} | {value / best - 1:+.1%} | {spent:.0f} |")
-        print(rows[-1], file=sys.stderr, flush=True)
+        comparison.add(by, grid, f"{value:.3f}", f"{value / best - 1:+.1%}", f"{spent:.0f}")
 
     for grid in options.grids:
         for label, target in TARGETS.items():
@@ -121,7 +99,9 @@ def main() -> None:
                 f"ours-{grid}-{target}",
                 f"ours, {label}",
                 grid,
-                lambda out, settings=settings: quantise(dense, out, settings, calibration, "SM"),
+                lambda out, settings=settings: quantise(
+                    dense, out, settings, comparison.calibration, "SM"
+                ),
             )
         for recipe in options.recipes:
             row(
@@ -129,24 +109,13 @@ def main() -> None:
                 f"AutoRound, {recipe}",
                 grid,
                 lambda out, grid=grid, recipe=recipe: auto_round(
-                    dense, out, grid, recipe, calibration
+                    dense, out, grid, recipe, comparison.calibration
                 ),
             )
-    lines = [
-        f"`python {' '.join(sys.argv)}`",
-        "",
-        f"{machine(torch.device('cpu'))}, one thread. Calibrated on {options.windows} windows of "
-        f"{LENGTH} tokens, measured on {options.eval_windows}.",
-        "",
+    comparison.write(
         "| by | grid | perplexity | over dense | CPU seconds |",
         "| --- | --- | ---: | ---: | ---: |",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, "utf-8")
+    )
 
 
 if __name__ == "__main__":

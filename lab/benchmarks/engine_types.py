@@ -18,7 +18,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +185,74 @@ def ours(
     return "ours", name, file, json.loads(spent.read_text())
 
 
-def files(options: argparse.Namespace, dense: Path) -> Iterator[tuple[str, str, Path, float]]:
+class Comparison:
+    """A table of quantised models, calibrated and measured on the same windows as a dense one.
+
+    Args:
+        parser: A parser of further options.
+        change: Changes the dense model before anything else is done.
+
+    Attributes:
+        options: The options.
+        dense: The directory of the dense model, in bfloat16.
+        whole: That model in float32.
+        calibration: Windows (count, 512) to calibrate on.
+        evaluation: Windows (count, 512) to measure on.
+        best: The perplexity of the dense model.
+    """
+
+    def __init__(
+        self, parser: argparse.ArgumentParser, change: Callable[[Any, nn.Module], None]
+    ) -> None:
+        parser.add_argument("model", help="a Hugging Face directory or a GGUF file of a LLaMA")
+        parser.add_argument("place", type=Path, metavar="DIR", help="directory for the results")
+        parser.add_argument("--calibration", type=Path, required=True)
+        parser.add_argument("--evaluation", type=Path, required=True)
+        parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
+        parser.add_argument("--eval-windows", type=int, default=40)
+        parser.add_argument("--out", type=Path)
+        self.options = options = parser.parse_args()
+        torch.set_num_threads(1)
+        options.place.mkdir(parents=True, exist_ok=True)
+        self.dense = options.place / "dense"
+        if not self.dense.exists():
+            model = load_model(options.model, torch.float32)
+            change(options, model)
+            tokenizer = load_tokenizer(options.model)
+            save_pretrained(model.bfloat16(), self.dense, tokenizer=tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.dense)
+        self.calibration = windows(options.calibration, self.tokenizer, options.windows)
+        self.evaluation = windows(options.evaluation, self.tokenizer, options.eval_windows)
+        self.whole = AutoModelForCausalLM.from_pretrained(self.dense, dtype=torch.float32)
+        self.best = perplexity(self.whole, self.evaluation)
+        self._rows: list[str] = []
+
+    def add(self, *cells: str) -> None:
+        """Add a row, and print it at once."""
+        self._rows.append(f"| {' | '.join(cells)} |")
+        print(self._rows[-1], file=sys.stderr, flush=True)
+
+    def write(self, *header: str) -> None:
+        """Print the table, and write it; `header` has the names and the alignment of columns."""
+        lines = [
+            f"`python {' '.join(sys.argv)}`",
+            "",
+            f"{machine(torch.device('cpu'))}, one thread. Calibrated on {self.options.windows} "
+            f"windows of {LENGTH} tokens, measured on {self.options.eval_windows}.",
+            "",
+            *header,
+            *self._rows,
+        ]
+        text = "\n".join(lines) + "\n"
+        print(text)
+        if self.options.out:
+            self.options.out.parent.mkdir(parents=True, exist_ok=True)
+            self.options.out.write_text(text, "utf-8")
+
+
+def files(comparison: Comparison) -> Iterator[tuple[str, str, Path, float]]:
     """Yield who made a file, of which type, the file, and the CPU seconds that it took."""
-    tokenizer = AutoTokenizer.from_pretrained(dense)
-    calibration = windows(options.calibration, tokenizer, options.windows)
+    options, dense, calibration = comparison.options, comparison.dense, comparison.calibration
     for name, settings in (OURS | FIRST).items():
         yield ours(options, name, dense, settings, calibration, ["--embedding-type", "q8_0"])
     for grid in HEADS:
@@ -198,7 +262,7 @@ def files(options: argparse.Namespace, dense: Path) -> Iterator[tuple[str, str, 
     if not matrix.exists():
         to_gguf.main([str(dense), "--out", str(whole), "--type", "bf16", "--overwrite"])
         text = options.place / "calibration.txt"
-        text.write_text("".join(tokenizer.batch_decode(calibration)), "utf-8")
+        text.write_text("".join(comparison.tokenizer.batch_decode(calibration)), "utf-8")
         chunks = ["-c", LENGTH, "--chunks", len(calibration), "-t", 1]
         llama(options, "llama-imatrix", "-m", whole, "-f", text, "-o", matrix, *chunks)
     for name in THEIRS:
@@ -216,63 +280,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a Hugging Face directory or a GGUF file of a LLaMA")
-    parser.add_argument("place", type=Path, help="directory for the files")
     parser.add_argument("--llama", type=Path, required=True, help="where its binaries lie")
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--evaluation", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
-    parser.add_argument("--eval-windows", type=int, default=40)
     parser.add_argument("--method", default="JM", help="matters with sparsity alone")
     parser.add_argument("--rescale", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    options.place.mkdir(parents=True, exist_ok=True)
-    dense = options.place / "dense"
-    if not dense.exists():
-        model = load_model(options.model, torch.float32)
-        if options.rescale:
-            rescale(model)
-        tokenizer = load_tokenizer(options.model)
-        save_pretrained(model.bfloat16(), dense, tokenizer=tokenizer)
-    evaluation = windows(
-        options.evaluation, AutoTokenizer.from_pretrained(dense), options.eval_windows
+    comparison = Comparison(
+        parser, lambda options, model: rescale(model) if options.rescale else None
     )
-    whole = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    best = perplexity(whole, evaluation)
-    rows = [f"| dense | bfloat16 | 16 | | {best:.3f} | | |"]
+    options, best = comparison.options, comparison.best
+    comparison.add("dense", "bfloat16", "16", "", f"{best:.3f}", "", "")
     known = options.place / "perplexities.json"
     measured = json.loads(known.read_text()) if known.exists() else {}
-    for maker, name, file, seconds in files(options, dense):
+    for maker, name, file, seconds in files(comparison):
         if file.name not in measured:
             model = AutoModelForCausalLM.from_pretrained(
                 options.place, gguf_file=file.name, dtype=torch.float32
             )
-            measured[file.name] = perplexity(model, evaluation)
+            measured[file.name] = perplexity(model, comparison.evaluation)
             known.write_text(json.dumps(measured))
         value, size = measured[file.name], file.stat().st_size / 2**20
         spent = "" if math.isnan(seconds) else f"{seconds:.0f}"
-        rows.append(
-            f"| {maker} | {name} | {bits_of_gguf(file):.2f} | {size:.1f} | {value:.3f} | "
-            f"{value / best - 1:+.1%} | {spent} |"
-        )
-        print(rows[-1], file=sys.stderr, flush=True)
-    lines = [
-        f"`python {' '.join(sys.argv)}`",
-        "",
-        f"{machine(torch.device('cpu'))}, one thread. Calibrated on {options.windows} windows of "
-        f"512 tokens, measured on {options.eval_windows}.",
-        "",
+        sizes = f"{bits_of_gguf(file):.2f}", f"{size:.1f}"
+        comparison.add(maker, name, *sizes, f"{value:.3f}", f"{value / best - 1:+.1%}", spent)
+    comparison.write(
         "| by | type | bits of the blocks | file, MiB | perplexity | over dense | CPU seconds |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, "utf-8")
+    )
 
 
 if __name__ == "__main__":
