@@ -100,7 +100,10 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     directory = Path(directory)
     refuse_adapter(directory)
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
+        raise FileNotFoundError(
+            f"{directory} holds no config.json: not a model directory. Give one that an export or "
+            "a pruning wrote, or of any dense model."
+        )
     content = read_json(directory / "config.json", "export the pruned model again")
     check_values(content, directory)
     settings = content.get("quantization_config") or {}

@@ -122,6 +122,11 @@ def prune_and_compare(
         model.to(trainer.strategy.root_device)
         sizes.append(Size.of(model))
     assert prune.report is not None
+    if not prune.report.narrowed:
+        # Zeros cost as much as other weights: both models do the same work, so that their times
+        # differ only by other work on the machine.
+        times = [size.ms_a_token for size in sizes if size.ms_a_token is not None]
+        sizes = [replace(size, ms_a_token=min(times, default=None)) for size in sizes]
     record(
         prune.save_dir,
         perplexity={held_out.name: pruned},
@@ -371,8 +376,8 @@ def _why_useless(ratio: float, report: PruningReport) -> str | None:
     if not ratio < _USELESS_RATIO:
         return (
             f"The perplexity is {number(ratio)} times that of the dense model, which is of little "
-            "use. Remove less (a lower `--sparsity`, or more bits), or lose less: `--recipe best` "
-            "and calibration `--text` that is like yours."
+            "use. Remove less (a lower `--sparsity`, a `--pattern` that keeps more, or more bits), "
+            "or lose less: `--recipe best` and calibration `--text` that is like yours."
         )
     config = report.config
     is_changed = report.narrowed or any(config.get(key) for key in ("bits", "grid", "head_grid"))

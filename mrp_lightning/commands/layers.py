@@ -7,6 +7,7 @@ plan.
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,7 +84,18 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         TargetError: The files hold more blocks than the configuration makes.
     """
-    options = _parser().parse_args(args)
+    parser = _parser()
+    options = parser.parse_args(args)
+    with parser.options_in_errors():
+        listing = _listing_of(options)
+    if options.json:
+        sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
+    else:
+        _print_listing(listing)
+
+
+def _listing_of(options: Namespace) -> _Listing:
+    """Read the model of a command line, and list its layers."""
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
@@ -101,11 +113,7 @@ def main(args: Sequence[str] | None = None) -> None:
         raise TargetError(f"`model`: {problem}")
     choice_names = ("targets", "ignore", "blocks", "skip_indivisible")
     choices = {name: getattr(options, name) for name in choice_names}
-    listing = _list_layers(model, options.model, pattern, **choices)
-    if options.json:
-        sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
-    else:
-        _print_listing(listing)
+    return _list_layers(model, options.model, pattern, **choices)
 
 
 def _list_layers(

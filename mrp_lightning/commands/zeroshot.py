@@ -29,7 +29,14 @@ from mrp_lightning.records.evaluation import (
 
 def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results."""
-    options = _parser().parse_args(args)
+    parser = _parser()
+    options = parser.parse_args(args)
+    with parser.options_in_errors():
+        _evaluate(options)
+
+
+def _evaluate(options: Namespace) -> None:
+    """Run the tasks of a command line on its model."""
     device = device_named(options.device)
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:

@@ -6,6 +6,7 @@ lab/paper.md gives the published texts, which are cut into windows by the protoc
 import hashlib
 import json
 import os
+import re
 import shlex
 import sysconfig
 from abc import ABC, abstractmethod
@@ -142,7 +143,9 @@ def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
         for path, each in matches:
             if not each:
                 is_empty = f"{path} is a directory without text files and tables"
-                problem = is_empty if path.is_dir() else f"no such file: {path}"
+                is_url = re.match(r"https?:/", str(path)) is not None
+                download = " (download it first: no URLs are read)" * is_url
+                problem = is_empty if path.is_dir() else f"no such file: {path}{download}"
                 missing.setdefault(name, []).append(problem)
     problems = {name: "; ".join(each) for name, each in missing.items()}
     if len(problems) == 1:

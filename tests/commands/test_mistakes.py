@@ -196,6 +196,7 @@ def test_other_commands_take_no_abbreviations(command, capsys):
             "`mrp-lightning predict` needs `--model.model`; see `mrp-lightning predict --help`.",
         ),
         (["prune", "m", "--sparsity=0,5"], "`--sparsity`: expected a number. Got 0,5. Write 0.5."),
+        (["layers", "./absent"], "`MODEL`: there is no directory ./absent in /"),
         (["prune", "m", "--seed=-1"], "`--seed`: expected a number from 0, got '-1'"),
         (["gguf", "model", "--type=q9"], "`--type`: invalid choice: 'q9'"),
     ],

@@ -67,6 +67,9 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         expected = perplexity(directory, held_out, 6)
         (told,) = re.findall(rf"│ {name} +│ +([\d.,]+) │", shown)
         assert float(told.replace(",", "")) == pytest.approx(expected, rel=2e-3)
+    rows = [line.split("│") for line in shown.splitlines() if line.startswith(("│ dense", "│ 2:4"))]
+    assert rows[0][-3] == rows[1][-3]  # zeros save no time
+    assert float(rows[0][-3]) > 0
     evaluation = json.loads((out / "evaluation.json").read_text())
     (recorded,) = evaluation["perplexity"].values()
     assert recorded["perplexity"] == pytest.approx(perplexity(out, held_out, 6), rel=2e-3)
@@ -91,6 +94,7 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--recipe=best", "--method=SM"], "either `--recipe` or `--method`"),
         (["--pattern=2:4", "--recipe=bets"], "best"),
         (["--pattern=2:4", "--text=absent.txt"], "`--text`: no such file: absent.txt."),
+        (["--pattern=2:4", "--text=https://a.b/c.txt"], "c.txt (download it first"),
         (
             ["--bits=4", "--structure=experts", "--sparsity=0.5"],
             "goes with no `--bits` or `--grid`",

@@ -129,7 +129,10 @@ def test_a_packed_checkpoint_is_not_pruned_again(checkpoint, tmp_path, capsys):
         )
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert "q_proj: it is a packed Sparse24Linear; call `model.dequantize()` first, or" in error
+    assert (
+        "q_proj (4 layers): it is a packed Sparse24Linear; call `model.dequantize()` first, or"
+        in error
+    )
 
 
 def test_an_unknown_task_is_answered_with_the_nearest_names(own, capsys):
@@ -162,13 +165,13 @@ def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch, own, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model=./absent"], "`model`: there is no directory ./absent"),
+        (["--model=./absent"], "`MODEL`: there is no directory ./absent"),
         (["--model=."], "holds no config.json"),
         ([f"--model={STDLIB_LLAMA}", "--include-path=./absent"], "`--include-path`"),
         ([f"--model={STDLIB_LLAMA}", "--out=absent/all.json"], "`--out`"),
         ([f"--model={STDLIB_LLAMA}", "--out=."], "`--out`: expected a file"),
         ([f"--model={STDLIB_LLAMA}", "--device=gpu"], "`--device`"),
-        ([f"--model={STDLIB_LLAMA}", "--batch-size=0"], "--batch-size: expected a number from 1"),
+        ([f"--model={STDLIB_LLAMA}", "--batch-size=0"], "`--batch-size`: expected a number from 1"),
         ([f"--model={STDLIB_LLAMA}", "--tasks=,"], "`--tasks`: expected names"),
     ],
 )
