@@ -267,11 +267,15 @@ class _Descent:
         grid, columns = self.grid, self._columns(group)
         values, weights = swept[columns], self.damped.matrix.diagonal()[columns]
         lowest, highest = values.aminmax(dim=0)
-        if units is not None or grid.steps is not None:
+        if grid.steps is not None:
             lowest = lowest.clamp(max=0)  # minima in steps are not negative
         span, total, mean = highest - lowest, weights.sum(), weights @ values
         parts = values.new_tensor([*product(_CLIPPED, repeat=2)])
-        best = [torch.full_like(span, torch.inf), span, lowest]
+        best = [
+            torch.full_like(span, torch.inf),
+            grid.round_scales(span / grid.largest, units),
+            grid.round_minima(-lowest, minimum_units),
+        ]
         for cut in parts.split(max(1, _SCALES_AT_A_TIME // values.numel())):
             below, above = cut.unbind(1)
             minima = -(lowest + torch.outer(below, span))

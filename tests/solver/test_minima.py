@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from mrp_lightning import prune_weight
 from mrp_lightning.processes import ALONE
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense
@@ -122,3 +123,15 @@ def test_weights_on_one_side_of_zero_gain_most(problem, truth):
 
     assert lost("q4_1", 0.5) < 1.1 * lost("q4_1", 0.0)
     assert lost("q4_0", 0.5) > 4 * lost("q4_1", 0.5)
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q4_k"])
+def test_rows_and_inputs_of_zeros(name, problem, truth):
+    weight, inputs = problem(4, 256)
+    weight[1], weight[2, 32:64], weight[3] = 0, 0.25, 2.0**-30
+    inputs[:, :32] = 0
+    solution = prune_weight(weight, truth.hessian_of(inputs), grid=name)
+    assert solution.weight.isfinite().all()
+    assert not solution.weight[1].any()
+    assert (solution.weight[3] - weight[3]).abs().max() <= 2.0**-23  # of float16's smallest scale
+    assert GRIDS[name].codes_of(solution.weight, solution.grid_parameters) is not None
