@@ -74,6 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bits alone": {"method": "SM", "bits": 3, "targets": ["o_proj"]},
     "one layer after another": {"pattern": "2:4", "method": "SM", "true_sequential": True},
     "the head": {"pattern": "2:4", "method": "SM", "targets": ["lm_head", "down_proj"]},
+    "a grid of the head": {"pattern": "2:4", "method": "SM", "head_grid": "q5_0"},
     "neurons": {"structure": "neurons", "sparsity": 0.25, "method": "SM"},
     "heads": {"structure": "heads", "sparsity": 0.5, "method": "SM"},
     "experts": {"structure": "experts", "sparsity": 0.25, "method": "SM"},
