@@ -245,6 +245,9 @@ def _is_of_the_other_package(value: object) -> bool:
 
 
 def _got(values: Sequence[object]) -> str:
+    if classes := [value.__name__ for value in values if isinstance(value, type)]:
+        made = ", ".join(f"`{name}(…)`" for name in classes)
+        return f"Got the class {', '.join(classes)}: make an object of it, {made}."
     named = ", ".join(type(value).__name__ for value in values)
     if not any(_is_of_the_other_package(value) for value in values):
         return f"Got {named}."

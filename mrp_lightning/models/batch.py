@@ -22,12 +22,17 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
     ids = _first_tensor(batch)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        hint = (
+            "Text is tokenized first, as by a `TextDataModule`."
+            if isinstance(ids, str)
+            else "Windows in a tensor (windows, length) are given as `DataLoader(windows, "
+            "batch_size=4)`: Lightning takes the rows of a tensor for batches, and a list for "
+            "several dataloaders."
+        )
         raise TypeError(
             "A batch must be an int64 tensor (batch, length), a tuple or list whose first item is "
             "one, or a mapping with `input_ids` and optionally `attention_mask`. "
-            f"Got {type(batch).__name__} with token ids {got}. Windows in a tensor (windows, "
-            "length) are given as `DataLoader(windows, batch_size=4)`: Lightning takes the rows of "
-            "a tensor for batches, and a list for several dataloaders."
+            f"Got {type(batch).__name__} with token ids {got}. {hint}"
         )
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None:

@@ -217,7 +217,11 @@ def test_every_kind_of_batch_gives_the_same_logits(tiny_llama):
     expected = lm.model(ids).logits
     for batch in (ids, (ids, "label"), [ids], {"input_ids": ids}):
         assert torch.equal(lm.predict_step(batch, 0), expected)
-    for batch, got in (({"ids": ids}, "NoneType"), (ids.float(), r"torch.float32 \(2, 6\)")):
+    for batch, got in (
+        ({"ids": ids}, "NoneType"),
+        (ids.float(), r"torch.float32 \(2, 6\).*DataLoader\(windows, batch_size=4\)"),
+        (["a text", "another"], r"str\. Text is tokenized first, as by a `TextDataModule`"),
+    ):
         with pytest.raises(TypeError, match=f"A batch must be .* Got .* {got}"):
             lm.predict_step(batch, 0)
 

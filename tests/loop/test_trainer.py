@@ -43,6 +43,8 @@ def test_data_of_the_other_lightning_is_refused(trainer):
 def test_callbacks_of_the_other_lightning_are_refused(alone, trainer):
     other = type("EarlyStopping", (), OTHER)()
     given = other if alone else [Callback(), other]
+    with pytest.raises(TypeError, match=r"Got the class MRPCallback: make .*`MRPCallback\(…\)`"):
+        Trainer(callbacks=[MRPCallback])
     with pytest.raises(TypeError, match="Got EarlyStopping of `pytorch_lightning`"):
         Trainer(accelerator="cpu", callbacks=given)
     with pytest.raises(TypeError, match="Got EarlyStopping of `pytorch_lightning`"):
