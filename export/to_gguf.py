@@ -53,11 +53,11 @@ def convert(options: Namespace) -> Path:
     has_codes = claims.grid is not None or claims.head_grid is not None
     kind = options.type or ("auto" if has_codes else "bf16")
     minima = [str(grid) for grid in (claims.grid, claims.head_grid) if grid and grid.minimum]
-    if kind == "auto" and minima and not (run / PARAMETERS).is_file():
+    if minima and kind in ("auto", *minima) and not (run / PARAMETERS).is_file():
         raise errors.FormatError(
             f"{run / PARAMETERS} is missing: without the minima that the pruning kept there, the "
             f"weights of {run.name} cannot be stored as {minima[0]}. Copy the directory with it, "
-            "prune again, or round the weights with --type."
+            "prune again, or round the weights to another --type."
         )
     out = Path(
         options.out or run.with_name(f"{run.name}{'' if kind == 'auto' else f'-{kind}'}.gguf")

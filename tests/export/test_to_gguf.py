@@ -283,10 +283,11 @@ def test_a_run_with_minima_is_exact_in_its_type_and_needs_its_file(
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     assert_exact(tmp_path, run, name.upper())
     (run / NAME).unlink()
-    with pytest.raises(SystemExit) as ended:
-        main([str(run), "--overwrite"])
-    assert ended.value.code == 2
-    assert f"{run / NAME} is missing" in capsys.readouterr().err
+    for options in (["--overwrite"], ["--type", name]):
+        with pytest.raises(SystemExit) as ended:
+            main([str(run), *options])
+        assert ended.value.code == 2
+        assert f"{run / NAME} is missing" in capsys.readouterr().err
     main([str(run), "--type", "q8_0"])
     assert "were rounded, by up to" in capsys.readouterr().out
 
