@@ -192,7 +192,7 @@ def _change(model: Any, tokens: torch.Tensor, name: str, change: Callable[[Any],
 
 
 def _parser() -> Any:
-    parser = make_parser("python -m export.generate", str(__doc__))
+    parser = make_parser("mrp-lightning generate", str(__doc__))
     option = parser.add_argument
     option("directory", metavar="DIR", help="a packed (or dense) model")
     option("--prompt", required=True, metavar="TEXT", help="how the text begins")

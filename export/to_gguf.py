@@ -92,7 +92,7 @@ def convert(options: Namespace) -> Path:
 
 def _parser() -> Any:
     parser = make_parser(
-        "python -m export.to_gguf",
+        "mrp-lightning gguf",
         "Write a pruned checkpoint as a GGUF file for llama.cpp.",
     )
     option = parser.add_argument

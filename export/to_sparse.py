@@ -37,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> Any:
     parser = make_parser(
-        "python -m export.to_sparse",
+        "mrp-lightning export",
         "Pack a checkpoint that was pruned, and prove that it computes the same.",
     )
     option = parser.add_argument

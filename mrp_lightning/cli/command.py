@@ -66,6 +66,8 @@ def _message(mistake: BaseException) -> str:
     if type(mistake) is OSError and mistake.filename and mistake.errno in _NEXT_STEPS:
         file = mistake.filename2 or mistake.filename
         return f"{file} cannot be written: {mistake.strerror}. {_NEXT_STEPS[mistake.errno]}"
+    if isinstance(mistake, PermissionError) and mistake.errno == errno.EACCES and mistake.filename:
+        return f"{mistake.filename}: permission denied. Change its permissions, or name another."
     is_named = not isinstance(mistake, FileNotFoundError) or mistake.filename is not None
     if not is_named and getattr(mistake, "errno", None) == errno.ENOENT:
         return "the working directory was deleted. Change to one that exists."

@@ -71,7 +71,8 @@ def require_matches(
     if not unknown:
         return
     names = [shown(name) for name in names]
-    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+    every_part = {part for name in names for part in name.split(".")}
+    parts = sorted(part for part in every_part if part and not part.isdigit())
     hints = []
     for pattern in unknown:
         nearest = get_close_matches(pattern, names, n=2, cutoff=0.6)

@@ -295,7 +295,14 @@ def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
         with _no_bars():
             return load_dataset(_TABLES[kind], data_files=str(path), split="train", **options)
     except Exception as error:  # builders of `datasets` raise errors of many types
-        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, PermissionError) and cause.filename != str(path):
+            raise DataError(
+                f"{path} is read through the cache of `datasets`, and {cause.filename} cannot be "
+                "written. Set HF_HOME to a directory that can.",
+                argument,
+            ) from error
+        reason = first_line(cause)
         raise DataError(f"{path} cannot be read as {kind[1:]} ({reason}).", argument) from error
 
 

@@ -88,6 +88,8 @@ def test_targets_that_match_nothing(refused):
     message = r"(?s)`targets` matched nothing.*'q_porj' \(nearest names:.*q_proj"
     refused(TargetError, message, pattern="2:4", targets=["q_porj", "k_proj"])
     refused(TargetError, "`ignore` matched nothing", pattern="2:4", ignore=["down_porj"])
+    names = r"nearest names: act_fn, down_proj"  # each a name
+    refused(TargetError, names, pattern="2:4", ignore=["zzzzzzzzzzz"])
     refused(
         TargetError, "`blocks` matched nothing.*model.layers", pattern="2:4", blocks=["model.layer"]
     )

@@ -1,6 +1,7 @@
 """`mrp-lightning prune`: one command from a model to a pruned one and what it cost."""
 
 import ast
+import errno
 import io
 import json
 import re
@@ -250,6 +251,35 @@ def test_messages_name_what_was_typed(tiny_llama, text, capsys):
         assert said in shown.err
         assert "data." not in shown.err
         assert "Evaluating" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("file", "denied", "message"),
+    [
+        (
+            "rows.csv",
+            "cache/datasets",
+            "`--text`: rows.csv is read through the cache of `datasets`",
+        ),
+        ("text.txt", "text.txt", "text.txt: permission denied. Change its permissions"),
+    ],
+)
+def test_files_that_may_not_be_touched(
+    file, denied, message, tiny_llama, text, capsys, monkeypatch
+):
+    """By an error of the system, since permissions do not hold for root."""
+    datasets = pytest.importorskip("datasets", reason="tables need the extra `data`")
+    Path("rows.csv").write_text("text\n" + "a row of words\n" * 200)
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", denied)
+
+    monkeypatch.setattr(datasets, "load_dataset", refused)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(SystemExit) as stop:
+        main(["prune", str(tiny_llama), "--pattern=2:4", f"--text={file}", *SMALL])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_short_text_is_used_and_said_to_be_short(tiny_llama, text, capsys):
