@@ -214,7 +214,9 @@ def make_plan(
     names = [n for n in (*in_blocks, *outside) if is_wanted(n)]
     # `targets` is the user's own choice, which may include routers.
     routers = [] if target_patterns else list(_routers(modules, layers, names))
-    empty = [n for n in names if not layers[n].weight.numel()]
+    # A weight that is no plain parameter cannot be read here; `_unusual` reports it.
+    plain = [n for n in names if why_not_plain(layers[n], allow_meta=True) is None]
+    empty = [n for n in plain if not layers[n].weight.numel()]
     names = [n for n in names if n not in {*empty, *(router.name for router in routers)}]
     targeted = [layers[n] for n in names]
     unusual = _unusual(
