@@ -122,7 +122,7 @@ class Claims:
         layers = {
             row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
             for row in report.pruned
-            if row.sparsity is not None
+            if row.sparsity is not None or recipe.head_grid is None  # the head has no sparsity
         }
         return cls(layers, structure, recipe.grid, recipe.head_grid)
 
