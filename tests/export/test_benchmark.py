@@ -25,7 +25,6 @@ from export.comparison import (
     tables,
     without_masks,
 )
-from export.conversion.selection import alike
 from export.timing import (
     COLD_BYTES,
     LAYER_TOKENS,
@@ -274,15 +273,6 @@ def test_numbers_that_are_none_are_refused(number, capsys):
     with pytest.raises(SystemExit):
         main(["model", f"--new-tokens={number}"])
     assert f"--new-tokens: expected a number from 1, got '{number}'" in capsys.readouterr().err
-
-
-def test_layers_that_differ_in_numbers_only_are_counted():
-    reasons = {"layers.0.up": "small", "layers.1.up": "small", "layers.1.down": "small", "h": "big"}
-    assert alike(reasons) == [
-        ("layers.*.up (2 layers)", "small"),
-        ("layers.1.down", "small"),
-        ("h", "big"),
-    ]
 
 
 def test_the_faster_way_of_each_side_counts():

@@ -59,7 +59,7 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
 
     for number in ("0", "-1", "many"):
         shown = refused(str(llama), "--prompt", "a", "--max-new-tokens", number)
-        assert f"--max-new-tokens: expected a number from 1, got '{number}'" in shown
+        assert f"`--max-new-tokens`: expected a number from 1, got '{number}'" in shown
     assert "holds no config.json" in refused(str(tmp_path), "--prompt", "a")
     other = tmp_path / "other"
     config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2)

@@ -8,7 +8,7 @@ from torch import nn
 
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.targets.blocks import find_blocks, matches
+from mrp_lightning.targets.blocks import alike, find_blocks, matches
 from mrp_lightning.targets.layers import Conv1D
 from mrp_lightning.targets.plan import Plan, make_plan
 
@@ -275,3 +275,12 @@ def test_errors_call_layers_what_the_plan_calls_them(options, said, build):
         make_plan(model, options.pop("pattern", HALF), prefix="model.", **options)
     assert said in str(refused.value)
     assert "model.model." not in str(refused.value)
+
+
+def test_layers_that_differ_in_numbers_only_are_counted():
+    reasons = {"layers.0.up": "small", "layers.1.up": "small", "layers.1.down": "small", "h": "big"}
+    assert alike(reasons) == [
+        ("layers.*.up (2 layers)", "small"),
+        ("layers.1.down", "small"),
+        ("h", "big"),
+    ]
