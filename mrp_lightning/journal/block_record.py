@@ -1,7 +1,7 @@
 """The record of one finished block, and its file in the journal."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,13 @@ class BlockRecord:
         save_parameters(self.grid, file, {_KEY: "grid"})
 
     @staticmethod
+    def save_factors(factors: Mapping[str, Tensor], file: Path) -> None:
+        """Write the factors of all blocks by which they are balanced."""
+        save_file(dict(factors), file, {"format": "pt", _KEY: "balance"})
+
+    @staticmethod
     def is_in(file: Path) -> bool:
-        """Return whether `save` or `save_grid` wrote a file, wholly or in part, by its header.
+        """Return whether this class wrote a file, wholly or in part, by its header.
 
         The weights are not read: a process that was killed may have written a part of them.
         """

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from mrp_lightning.errors import FormatError, JournalError, SaveError, counted
 from mrp_lightning.files import (
@@ -48,7 +50,8 @@ log = logging.getLogger(__name__)
 _LOCK = ".lock"
 _BLANK_BYTES = 4096
 _TEMPORARY = re.compile(r"\.tmp\w{6}")
-_BLOCK = re.compile(r"block-\d{5,}(-grid)?\.safetensors(?P<part>\.partial)?")
+_BALANCE = "balance.safetensors"
+_BLOCK = re.compile(r"(block-\d{5,}(-grid)?|balance)\.safetensors(?P<part>\.partial)?")
 
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
@@ -75,7 +78,7 @@ def remove_journal(save_dir: str | PathLike[str]) -> None:
         remove(path, FileLock(path / _LOCK))
 
 
-def _unwritable(path: Path, error: OSError) -> SaveError:
+def _unwritable(path: Path, error: Exception) -> SaveError:
     return SaveError(
         f"The journal {path} cannot be written: {error}. Make room there, or name another "
         "`save_dir`."
@@ -142,8 +145,9 @@ def _blocks(path: Path) -> list[Path]:
     files of zeros, which a power failure may leave in place of a file that was being written.
     """
     try:
-        shards = Manifest.load(path).shards.values()
-        listed = {name for entry in shards for name in entry.checksums}
+        manifest = Manifest.load(path)
+        listed = {name for entry in manifest.shards.values() for name in entry.checksums}
+        listed |= {_BALANCE} if manifest.balance else set()
     except (JournalError, OSError):
         listed = set()
     return [
@@ -367,6 +371,28 @@ class Journal(AbstractContextManager["Journal"]):
             self.manifest.allocation = allocation
             self._save_manifest()
 
+    def factors(self) -> dict[str, Tensor]:
+        """Return the factors that `keep_factors` stored; empty if there are none."""
+        stored = load_file(self.path / _BALANCE) if self._lock and self.manifest.balance else {}
+        factors: dict[str, Tensor] = self._processes.all(stored)[0]
+        return factors
+
+    def keep_factors(self, factors: Mapping[str, Tensor]) -> None:
+        """Store the factors by which all blocks are balanced.
+
+        Raises:
+            SaveError: They cannot be written.
+        """
+        if self._lock is None:
+            return
+        try:
+            self.manifest.balance = self._store(
+                self.path / _BALANCE, lambda file: BlockRecord.save_factors(factors, file)
+            )
+        except (OSError, SafetensorError) as error:
+            raise _unwritable(self.path, error) from error
+        self._save_manifest()
+
     def close(self) -> None:
         """Release the lock, so that another process can resume the run."""
         if self._lock is not None:
@@ -417,10 +443,19 @@ class Journal(AbstractContextManager["Journal"]):
         self._cpu_start -= earlier.cpu_seconds
         for step, entry in earlier.shards.items():
             for name, checksum in entry.checksums.items():
-                file = self.path / name
-                if not file.is_file() or sha256_of(file) != checksum:
+                if not self._is_whole(name, checksum):
+                    file = self.path / name
                     log.warning("%s is damaged or missing. Its block is pruned again.", file)
                     self._damaged.add(step)
+        if earlier.balance and not self._is_whole(_BALANCE, earlier.balance):
+            file = self.path / _BALANCE
+            log.warning("%s is damaged or missing. All blocks are pruned again.", file)
+            earlier.balance = None
+            self._damaged.update(earlier.shards)
+
+    def _is_whole(self, name: str, checksum: str) -> bool:
+        file = self.path / name
+        return file.is_file() and sha256_of(file) == checksum
 
     def _keep(self, step: int, entry: Entry) -> None:
         """Add an entry. If it differs from an earlier, damaged one, drop all later entries."""

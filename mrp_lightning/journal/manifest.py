@@ -125,6 +125,7 @@ class Manifest:
         cpu_seconds: The CPU time of the run so far, in all threads.
         allocation: The sparsity of blocks and of layers, by name, once they are allocated.
         shards: The entries of the finished blocks, by the number of the step.
+        balance: The checksum of the file of the factors that balance blocks; `None` without them.
     """
 
     fingerprint: Fingerprint
@@ -133,6 +134,7 @@ class Manifest:
     cpu_seconds: float
     allocation: dict[str, dict[str, float]]
     shards: dict[int, Entry]
+    balance: str | None = None
 
     @classmethod
     def new(cls, fingerprint: Fingerprint, about: Mapping[str, Any]) -> "Manifest":

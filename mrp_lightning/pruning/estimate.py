@@ -73,18 +73,21 @@ def estimate(
     forward = tokens / tokens_per_second / weights  # seconds per weight, for all tokens
     aims_at_dense = settings.target == "dense" or bool(settings.tuning)
     passes = float(_PASSES + _DENSE_PASSES * aims_at_dense)
+    if settings.balance:
+        passes += _PASSES
     if settings.block_tuning:
         passes += _BACKWARD * settings.block_tuning.epochs
     inputs = {_input(layer): _columns(layer) for layer in [*layers, *head]}
     seconds = forward * passes * sum(layer.weight.numel() for layer in layers)
     seconds += forward * weights * settings.recipe.is_of_head_alone
-    seconds += forward * sum(columns**2 for columns in inputs.values())  # for the Hessians
+    times = 1 + settings.balance  # that Hessians are summed and factorised
+    seconds += forward * times * sum(columns**2 for columns in inputs.values())
     method = settings.recipe.method
     each = _SOLVER[method.compensation.name] + _JOINT * (method.mask.name == "J")
     each += _GRID * (settings.recipe.grid is not None)
     products = each * sum(layer.weight.numel() * _columns(layer) for layer in layers)
     products += _GRID * sum(layer.weight.numel() * _columns(layer) for layer in head)
-    products += _INVERSE * sum(columns**3 for columns in inputs.values())
+    products += _INVERSE * times * sum(columns**3 for columns in inputs.values())
     seconds += products / products_per_second
     size = next(model.parameters()).element_size()
     states = (

@@ -39,7 +39,7 @@ _NOT_WHOLE = (
 )
 """Settings that exclude `structure`, since they choose layers, or weights within a layer."""
 _OF_BLOCKS = (
-    *("structure", "target", "allocation", "tuning", "targets", "ignore", "blocks"),
+    *("structure", "target", "allocation", "balance", "tuning", "targets", "ignore", "blocks"),
     *("true_sequential", "skip_indivisible"),
 )
 """Settings without a meaning where the output head alone is quantised."""
@@ -162,6 +162,12 @@ class Settings:
     least. Embeddings that are tied to the head change with it; others stay as they are. It goes
     with any pruning, or alone. `None` leaves the head as it is."""
 
+    balance: bool = False
+    """Whether columns are scaled before they are put on a grid, by factors that cancel in the norm
+    or the linear layer before them, so that the dense model's outputs stay. Each group of the grid
+    then shares out its rounding errors with the least loss. It takes a pass over the calibration
+    data, and changes weights of norms in the checkpoint. For `bits` and `grid` only."""
+
     target: str = "own"
     """With "own", a layer's target is the output of its dense weight on its inputs in the pruned
     model. With "dense", it is the layer's output in the dense model, which compensates for losses
@@ -252,6 +258,11 @@ class Settings:
             object.__setattr__(self, "bits", recipe.grid.bits)
             object.__setattr__(self, "group_size", recipe.grid.group_size)
         self._check_allocation()
+        if self.balance and recipe.grid is None:
+            raise OptionError(
+                "`balance` scales columns for the groups of a grid, and weights that are on no "
+                "grid would stay as they are. Give `bits` or `grid`, or leave `balance` out."
+            )
         object.__setattr__(self, "target_weight", self._checked_target_weight())
 
     @property
@@ -358,7 +369,11 @@ class Settings:
 
     def require_blocks(self) -> None:
         """Raise a `TargetError` for settings that need blocks; called if the model has none."""
-        needing = {"allocation": self.allocation != "uniform", "tuning": bool(self.tuning)}
+        needing = {
+            "allocation": self.allocation != "uniform",
+            "balance": self.balance,
+            "tuning": bool(self.tuning),
+        }
         named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
         if named:
             raise TargetError(

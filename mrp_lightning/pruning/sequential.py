@@ -32,6 +32,7 @@ from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.allocation import Sparsities, find_sparsities
+from mrp_lightning.pruning.balance import Balance, find_balance
 from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, UnitRemover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.experts import ExpertRemover
@@ -125,7 +126,8 @@ class _Walker:
         dense = self._dense_stream(walk)
         tuner = self._tuner(walk, dense)
         sparsities = find_sparsities(job, walk.twin(), self.padding, self.pinned)
-        steps = _BlockSteps(self, walk, dense, tuner, sparsities)
+        balance = find_balance(job, walk.twin(), self.padding, self.pinned)
+        steps = _BlockSteps(self, walk, dense, tuner, sparsities, balance)
         for k, block in enumerate(walk.blocks[: steps.last + 1]):
             with self.pinned(block.module):
                 steps.run(k)
@@ -222,6 +224,7 @@ class _BlockSteps:
         dense: The dense model's hidden states; `None` if neither target nor tuning needs them.
         tuner: Tunes a pruned block towards the dense outputs; `None` without `tuning`.
         sparsities: The allocated sparsities of blocks, empty without `allocation`.
+        balance: The factors of blocks, empty without `balance`.
 
     Attributes:
         last: The number of the last block that has layers to prune; −1 if none has.
@@ -234,9 +237,11 @@ class _BlockSteps:
         dense: DenseStream | None,
         tuner: BlockTuner | None,
         sparsities: Sparsities,
+        balance: Balance,
     ) -> None:
         self.walker, self.walk, self.job = walker, walk, walker.job
         self.dense, self.tuner, self.sparsities = dense, tuner, sparsities
+        self.balance = balance
         layers, structure = self.job.plan.layers, self.job.structure
         self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         self.last = max(self.with_layers, default=-1)
@@ -256,6 +261,8 @@ class _BlockSteps:
             job.tuned_with(name),
             self.dense,
         )
+        # First: the dense weights that are remembered belong to the norms as they are from now on.
+        self.balance.apply(self.walk.blocks[k])
         block.remember(block.tuned)
         resumed = walker.restore(k, block)
         if not resumed:

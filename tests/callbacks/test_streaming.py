@@ -112,6 +112,8 @@ def assert_same_checkpoints(ours: Path, theirs: Path) -> None:
         ("mixtral", 1, {"pattern": "2:4", "sparsity": None, "targets": ["experts", "lm_head"]}),
         ("gpt_neox", 1, {"ignore": "layers.1"}),  # renamed, and a block that stays dense
         ("gemma3n_text", 1, {}),  # run again from the start
+        ("llama", 1, {"bits": 4, "group_size": 16, "balance": True, "target": "dense"}),
+        ("opt", 2, {"bits": 4, "group_size": 16, "balance": True, "offload": True}),
     ],
 )  # fmt: skip
 def test_it_ends_with_the_bits_of_a_run_in_memory(

@@ -14,6 +14,7 @@ from callbacks import PruningCallback
 from export.timing import random_24
 from mrp_lightning import CausalLM, prune_weight
 from mrp_lightning.data.sampling import Sampling, write
+from mrp_lightning.pruning import balance as balance_module
 from mrp_lightning.targets import plan as plan_module
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.formats.grid import GRIDS
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _weights_in_disguise_are_dense(monkeypatch):
     """Their class is not that of a parameter, as sharded or quantized weights' is not."""
-    monkeypatch.setattr(plan_module, "why_not_plain", lambda *_, **__: None)
+    for module in (plan_module, balance_module):
+        monkeypatch.setattr(module, "why_not_plain", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("options", [{"bits": 3}, {"bits": 4, "group_size": 32}, {"bits": 8}])
@@ -72,6 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mask J alone": {"sparsity": 0.6, "method": "J+none"},
     "mask J with bits": {"sparsity": 0.5, "method": "JM", "bits": 4, "targets": ["o_proj"]},
     "bits alone": {"method": "SM", "bits": 3, "targets": ["o_proj"]},
+    "balanced bits": {"method": "SM", "bits": 4, "group_size": 16, "balance": True},
     "one layer after another": {"pattern": "2:4", "method": "SM", "true_sequential": True},
     "the head": {"pattern": "2:4", "method": "SM", "targets": ["lm_head", "down_proj"]},
     "a grid of the head": {"pattern": "2:4", "method": "SM", "head_grid": "q5_0"},

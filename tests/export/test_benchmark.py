@@ -272,7 +272,7 @@ def test_a_command_line_gives_the_options():
 def test_numbers_that_are_none_are_refused(number, capsys):
     with pytest.raises(SystemExit):
         main(["model", f"--new-tokens={number}"])
-    assert f"--new-tokens: expected a number from 1, got '{number}'" in capsys.readouterr().err
+    assert f"`--new-tokens`: expected a number from 1, got '{number}'" in capsys.readouterr().err
 
 
 def test_the_faster_way_of_each_side_counts():

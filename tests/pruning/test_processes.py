@@ -8,6 +8,8 @@ from thread_processes import together
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.pruning.job import BlockTuning
 
+BALANCED = {"bits": 4, "group_size": 16, "balance": True}
+
 
 def prune_together(build, family, batches, size, options):
     """Models and reports of processes that take batches in turn, and of one that takes all."""
@@ -68,6 +70,8 @@ def assert_alike(found, expected):
             2,
             {"pattern": None, "sparsity": 0.5, "targets": ["up_proj", "lm_head"]},  # one outside
         ),
+        ("llama", 2, {"pattern": None, "beyond": BALANCED}),
+        ("opt", 4, {"pattern": None, "beyond": BALANCED}),
     ],
 )
 @torch.no_grad()

@@ -1,0 +1,424 @@
+"""Balance the columns of layers before they are put on a grid, by factors that cancel.
+
+A group of a grid has one scale for all of its columns, so that its rounding errors are of one size,
+whatever the sizes of the inputs. If the features x of an input can be divided by factors s where
+they are produced, the readers' weights W diag(s) leave the model's function as it is, and s chooses
+how errors are shared out. With compensation, the loss of column j is d_j times the square of its
+rounding error, where d_j = 1 / U_jj² is the part of x_j² that the columns after j cannot make up
+for, UᵀU = (H + λI)⁻¹. The scale of a group G lies between the mean and the largest of its weights,
+as a norm of order p does, so that
+
+    loss ∝ Σ_G (Σ_j∈G (c_j s_j²)^(p/2))^(2/p) · Σ_j∈G d_j / s_j²,  c_j = Σ_i W_ij²
+
+over the rows i of all readers. By Hölder's inequality the loss of all groups is least, whatever
+their size, for s_j ∝ d_j^(1/(p+2)) c_j^(−p/(2p+4)): p = 2 balances the columns' shares of the loss,
+p = ∞ their largest weights. p = 8 is best on layers of two models, with 4 bits in groups of 64.
+AWQ (Lin et al., 2023) scales columns, too, by a search over powers of activations alone.
+
+The producer of an input is a norm, whose weights are divided, or a linear layer, whose rows are: up
+for down in a gated MLP, v for o in attention. Which modules are linked is found by running a block:
+factors that are powers of two leave every bit of its output as it was.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.offload import Pinned
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import Walk, hidden_of
+from mrp_lightning.errors import TargetError, counted
+from mrp_lightning.pruning.block import WalkedBlock
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.targets.blocks import Block, named_modules
+from mrp_lightning.targets.layers import (
+    PLAIN_DTYPES,
+    Conv1D,
+    Layer,
+    Linear,
+    layers_of,
+    why_not_plain,
+)
+
+_NORM = 8.0
+"""The order p of the norm for the scale of a group, by measurement: lab/results/engine-types.md."""
+_LARGEST = 16.0
+"""The largest factor, and the inverse of the least one."""
+_ROWS, _COLUMNS = "rows", "columns"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A producer of features within a block, and all layers that read them.
+
+    Attributes:
+        producer: The name in the block of the norm or linear layer.
+        readers: The names in the block of the linear layers.
+        rows: The row of the producer that each column of the readers reads.
+    """
+
+    producer: str
+    readers: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
+class Balance:
+    """The factors of all blocks.
+
+    Args:
+        factors: By `NAME.columns` the factors by which the columns of a layer are multiplied, and
+            by `NAME.rows` those by which the rows of a layer, or the weights of a norm, are
+            divided; (columns,) or (rows,), float32.
+    """
+
+    def __init__(self, factors: Mapping[str, Tensor]) -> None:
+        self.factors = dict(factors)
+
+    def apply(self, block: Block) -> None:
+        """Scale the weights of a block, which must be dense, in place."""
+        for name, module in named_modules(block.module):
+            full_name = f"{block.name}.{name}"
+            rows, columns = (self.factors.get(f"{full_name}.{x}") for x in (_ROWS, _COLUMNS))
+            if rows is not None or columns is not None:
+                _scale(module, rows, columns)
+
+
+def find_balance(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Balance:
+    """Measure the inputs of the dense model, and return factors for its blocks.
+
+    The factors come from the job's journal if it has them. Nothing is changed.
+
+    Args:
+        job: The job, whose model is still dense.
+        walk: A walk over the model, at its start, for the measurement alone.
+        padding: Separates tokens from padding.
+        pinned: Context that keeps a block on the device.
+
+    Raises:
+        TargetError: No block has an input that can be balanced.
+        HessianError: The inputs of a layer are not finite.
+    """
+    if not job.settings.balance:
+        return Balance({})
+    if job.journal is not None and (stored := job.journal.factors()):
+        return Balance(stored)
+    settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
+    dry_job = replace(job, settings=settings, report=PruningReport({}))
+    shared = _shared_parameters(job.model)
+    known: dict[tuple[object, ...], list[Link]] = {}
+    factors: dict[str, Tensor] = {}
+    layers = job.plan.layers
+    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
+
+    def progress(task: str) -> None:
+        job.progress(0, f"balance, {task}")
+
+    for k, block in enumerate(walk.blocks[: last + 1]):
+        with pinned(block.module):
+            if layers[block.name]:
+                walked = WalkedBlock(dry_job, walk, k, padding, progress, layers[block.name])
+                links = _links(walked, known, shared)
+                factors |= _factors_of_block(walked, links)
+            for i in walk.advance(k) if k < last else ():
+                progress(f"{block.name}, outputs {i + 1}/{len(walk.batches)}")
+    if not factors:
+        raise TargetError(
+            "`balance` found no input in this model that it could scale: it needs a norm whose "
+            "output only linear layers read, or a linear layer that feeds another one in "
+            "proportion. Leave `balance` out, or load the model in bfloat16 or float32 if it is "
+            "in float16."
+        )
+    balanced = sum(name.endswith(f".{_COLUMNS}") for name in factors)
+    job.listener.log(f"Balanced the columns of {counted(balanced, 'layer')}.")
+    if job.journal is not None:
+        job.journal.keep_factors(factors)
+    return Balance(factors)
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Return the identities of parameters that several modules hold."""
+    counts = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    return {key for key, count in counts.items() if count > 1}
+
+
+def _links(
+    block: WalkedBlock, known: dict[tuple[object, ...], list[Link]], shared: set[int]
+) -> list[Link]:
+    """Return the links of a block that all processes find.
+
+    `known` has the links of earlier blocks by the names and shapes of their parameters.
+    """
+    kind = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
+    found: list[Link] | None = None
+    for i in range(len(block.walk.batches)):
+        output = block.walk.output(block.k, i)
+        if output is None:
+            continue
+        block.report_progress(f"{block.name}, which layers feed which")
+        probe = Probe(block.module, partial(_hidden, block.walk, block.k, i), shared)
+        found = known.get(kind)
+        if found is None or not probe.holds(found):
+            found = probe.links()
+        break
+    # A process without a batch has no opinion.
+    gathered = [links for links in block.job.processes.all(found) if links is not None]
+    agreed = [x for x in gathered[0] if all(x in links for links in gathered)] if gathered else []
+    known[kind] = agreed
+    return agreed
+
+
+def _hidden(walk: Walk, k: int, i: int) -> Tensor:
+    return hidden_of(walk.output(k, i)).detach()
+
+
+def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Tensor]:
+    """Measure the inputs of a block, and return its factors by the names of `Balance`."""
+    modules, processes = dict(named_modules(block.module)), block.job.processes
+    on_grid = {layer.name: layer for layer in block.layers}
+    readers = {
+        link: [on_grid[name] for x in link.readers if (name := f"{block.name}.{x}") in on_grid]
+        for link in links
+    }
+    first = {id(layers[0]): link for link, layers in readers.items() if layers}
+    measured = [layers[0] for layers in readers.values() if layers]
+    remainders: dict[Link, Tensor] = {}
+    for group, _ in block.calibrate(measured, []).hand_over() if measured else ():
+        (layer,), accumulator = group.layers, group.hand_over()
+        if accumulator.num_tokens and bool((hessian := accumulator.hessian()).any()):
+            inputs = InputHessian(hessian.to(layer.view.device), name=layer.name)
+            factor = inputs.damped(block.job.settings.damping).factor
+            remainder = factor.diagonal().double() ** -2
+            remainders[first[id(layer)]] = remainder.masked_fill(inputs.dead, 0)
+    factors: dict[str, Tensor] = {}
+    # Norms come first in `links`. The rows of their readers count as they are once these are
+    # balanced, so that no factor depends on how the channels of the model happen to be scaled.
+    for link in reversed([link for link in links if link in remainders]):
+        by_row = _by_row(link, remainders[link], readers[link], factors)
+        by_row = _rounded_to(modules[link.producer], by_row).to(processes.device)
+        by_row = processes.like_first_(by_row.contiguous()).cpu()
+        factors[f"{block.name}.{link.producer}.{_ROWS}"] = by_row
+        for reader in link.readers:
+            factors[f"{block.name}.{reader}.{_COLUMNS}"] = by_row[list(link.rows)]
+    return factors
+
+
+def _by_row(
+    link: Link, remainder: Tensor, layers: Sequence[Layer], factors: Mapping[str, Tensor]
+) -> Tensor:
+    """Return s for the rows of a link's producer, with a geometric mean of 1.
+
+    A row that several columns read, in grouped-query attention, has the sums of their d and c.
+
+    Args:
+        link: The link.
+        remainder: d of the columns; 0 of dead inputs.
+        layers: The readers that are put on the grid.
+        factors: The factors so far, by the names of `Balance`.
+    """
+    energy = torch.zeros_like(remainder)
+    for layer in layers:
+        weight = layer.weight.double()
+        if (by_row := factors.get(f"{layer.name}.{_ROWS}")) is not None:
+            weight = weight / by_row.to(weight)[:, None]
+        energy += weight.square().sum(0)
+    is_live = (remainder > 0) & (energy > 0)
+    rows = torch.tensor(link.rows, device=remainder.device)
+    sums = torch.zeros(2, int(rows.max()) + 1, dtype=torch.double, device=rows.device)
+    d, c = sums.index_add_(1, rows, torch.stack([remainder, energy]) * is_live)
+    is_live = (d > 0) & (c > 0)
+    logs = torch.where(is_live, (d.log() - _NORM / 2 * c.log()) / (_NORM + 2), 0.0)
+    logs -= logs.sum() / is_live.sum().clamp(min=1)
+    bounded = logs.clamp(-math.log(_LARGEST), math.log(_LARGEST)).exp()
+    return torch.where(is_live, bounded, 1.0).float()
+
+
+def _rounded_to(producer: nn.Module, factors: Tensor) -> Tensor:
+    """Return the factors by which a norm's weights differ once they are rounded to their dtype."""
+    if layers_of("", producer):
+        return factors  # the rounding of matrices is small beside that of their grid
+    weight = producer.get_parameter("weight").detach().to(factors.device)
+    wide = weight.float()
+    new = (wide / factors).to(weight.dtype).float()
+    return torch.where((new != 0) & (wide != 0), wide / new, factors)
+
+
+def _scale(module: nn.Module, rows: Tensor | None, columns: Tensor | None) -> None:
+    """Multiply the columns of a module's weight, and divide its rows and bias, in place."""
+    layers = layers_of("", module)
+    weight = layers[0].view if layers else module.get_parameter("weight").detach()
+    bias = getattr(module, "bias", None)
+    with torch.no_grad():
+        scaled = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if columns is not None:
+            scaled = scaled * columns.to(scaled)
+        if rows is not None:
+            by_row = rows.to(scaled)
+            scaled = scaled / (by_row[:, None] if layers else by_row)
+            if isinstance(bias, Tensor):
+                bias.copy_(bias.to(scaled) / by_row)
+        weight.copy_(scaled)
+
+
+class _Seen(NamedTuple):
+    """The result of one run of a block: its hidden state, and the inputs of its linear layers."""
+
+    output: Tensor
+    inputs: dict[str, Tensor]
+
+
+class Probe:
+    """Finds the links of a block by running it on one batch with scaled weights.
+
+    Args:
+        block: The block. Its weights are as before after each call.
+        run: Runs the block, and returns its hidden state.
+        shared: The identities of parameters that must not change, since other modules hold them.
+    """
+
+    def __init__(
+        self, block: nn.Module, run: Callable[[], Tensor], shared: set[int] | None = None
+    ) -> None:
+        self._run, self._shared = run, shared or set()
+        self._modules = dict(named_modules(block))
+        self._layers: dict[str, Layer] = {}
+        self._norms: list[str] = []
+        for name, module in self._modules.items():
+            parameters = dict(module.named_parameters(recurse=False))
+            if any(id(p) in self._shared for p in parameters.values()):
+                continue
+            for layer in layers_of(name, module):
+                if isinstance(layer, Linear | Conv1D) and why_not_plain(layer) is None:
+                    self._layers[name] = layer
+            weight = parameters.get("weight")
+            if (
+                set(parameters) <= {"weight", "bias"}
+                and isinstance(weight, nn.Parameter)
+                and weight.ndim == 1
+                and weight.dtype in PLAIN_DTYPES
+            ):
+                self._norms.append(name)
+        self._first = self._watched()
+
+    def links(self) -> list[Link]:
+        """Return the links of the block; no layer reads from two of them."""
+        if not torch.equal(self._watched().output, self._first.output):
+            return []  # its outputs differ from run to run, so that nothing can be told from them
+        found: list[Link] = []
+        for link in self._candidates():
+            linked = {reader for earlier in found for reader in earlier.readers}
+            if linked.isdisjoint(link.readers) and self.holds([link]):
+                found.append(link)
+        return found
+
+    def holds(self, links: Sequence[Link]) -> bool:
+        """Return whether factors that are powers of two leave the output as it is, to the bit."""
+        factors: dict[str, dict[str, Tensor]] = {}
+        for link in links:
+            by_row = self._powers(max(link.rows) + 1)
+            factors.setdefault(link.producer, {})[_ROWS] = by_row
+            for reader in link.readers:
+                factors.setdefault(reader, {})[_COLUMNS] = by_row[list(link.rows)]
+        if not factors.keys() <= {*self._layers, *self._norms}:
+            return False
+        with self._scaled(factors):
+            return torch.equal(self._run(), self._first.output)
+
+    def _candidates(self) -> Iterator[Link]:
+        """Yield producers with the layers whose inputs change in proportion to their rows."""
+        for producer in (*self._norms, *self._layers):
+            rows = len(self._modules[producer].get_parameter("weight"))
+            if producer in self._layers:
+                rows = len(self._layers[producer].weight)
+            by_row = self._powers(rows)
+            inputs = self._inputs_with(producer, by_row)
+            changed = {
+                name: (x, inputs[name])
+                for name, x in self._first.inputs.items()
+                if name in inputs
+                and x.shape == inputs[name].shape
+                and x.shape[-1] % rows == 0
+                and not torch.equal(x, inputs[name])
+            }
+            equal = [
+                name
+                for name, (x, scaled) in changed.items()
+                if x.shape[-1] == rows and torch.equal(scaled, x / by_row.to(x))
+            ]
+            if equal:
+                yield Link(producer, tuple(equal), tuple(range(rows)))
+            for name, (x, _) in changed.items():
+                if x.shape[-1] > rows and (numbers := self._rows_of(producer, name)) is not None:
+                    yield Link(producer, (name,), numbers)
+
+    def _rows_of(self, producer: str, reader: str) -> tuple[int, ...] | None:
+        """Return the producer's row that each column of the reader reads.
+
+        In run b, the rows whose number has the bit b are halved. `None` if a column of the input is
+        neither halved nor unchanged in all tokens, or always zero.
+        """
+        x = self._first.inputs[reader].flatten(0, -2)
+        largest = x.abs().max(0).values
+        if producer not in self._layers or not bool((largest > 0).all()):
+            return None
+        rows = torch.arange(len(self._layers[producer].weight))
+        numbers = torch.zeros(x.shape[1], dtype=torch.long)
+        for bit in range(max(1, (len(rows) - 1).bit_length())):
+            has_bit = rows >> bit & 1
+            inputs = self._inputs_with(producer, 1.0 + has_bit)
+            scaled = inputs[reader].flatten(0, -2)
+            halved = scaled.abs().max(0).values < largest
+            if not torch.equal(scaled, torch.where(halved, x / 2, x)):
+                return None
+            numbers += halved.cpu().long() << bit
+        return tuple(numbers.tolist()) if bool((numbers < len(rows)).all()) else None
+
+    def _inputs_with(self, producer: str, by_row: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of layers while the rows of one layer are divided by factors."""
+        with self._scaled({producer: {_ROWS: by_row}}):
+            return self._watched().inputs
+
+    def _powers(self, count: int) -> Tensor:
+        """Return factors 1 and 2 in an order that has no period."""
+        generator = torch.Generator().manual_seed(count)
+        return torch.randint(0, 2, (count,), generator=generator).float() + 1
+
+    @contextmanager
+    def _scaled(self, factors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
+        """Scale modules in this context."""
+        kept = [
+            (parameter, parameter.detach().clone())
+            for name in factors
+            for parameter in self._modules[name].parameters(recurse=False)
+        ]
+        try:
+            for name, of_module in factors.items():
+                _scale(self._modules[name], of_module.get(_ROWS), of_module.get(_COLUMNS))
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in kept:
+                    parameter.copy_(before)
+
+    def _watched(self) -> _Seen:
+        """Run the block with the inputs of its linear layers recorded."""
+        inputs: dict[str, Tensor] = {}
+
+        def read(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(x, Tensor) and x.ndim > 1:
+                inputs[name] = x.detach()
+
+        with ExitStack() as stack:
+            for name, layer in self._layers.items():
+                hook = layer.module.register_forward_pre_hook(partial(read, name), with_kwargs=True)
+                stack.callback(hook.remove)
+            return _Seen(self._run(), inputs)
