@@ -6,11 +6,12 @@ r"""AutoRound's four bits and ours, on the same windows of text.
 
 METHOD. AutoRound (Intel) learns how to round by signed gradients, block by block: 200 steps by
 default, 50 with a larger rate in its recipe "light", on 8 windows at a time. Ours is a pruning with
-`grid` and nothing removed, with the layer's own target and with `target="dense"`. Both quantise the
-matrices of the blocks to the same grid from the same windows of 512 tokens, in float32 on one
-thread, and both are measured in float32 on the same windows of the evaluation text, with the dense
-model's embeddings. AutoRound's GGUF types are rounded without its steps, and left out. CPU seconds
-are those of the process, with the loading of the model. Results in DIR are not made again.
+`grid` and nothing removed, with the layer's own target and with `target="dense"`, each as it is and
+with `balance`. Both quantise the matrices of the blocks to the same grid from the same windows of
+512 tokens on one thread, AutoRound a model in float32 and ours that of the checkpoint in bfloat16,
+and both are measured in float32 on the same windows of the evaluation text, with the dense model's
+embeddings. AutoRound's GGUF types are rounded without its steps, and left out. CPU seconds are
+those of the process, with the loading of the model. Results in DIR are not made again.
 """
 
 import argparse
@@ -32,7 +33,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "200 steps": {"iters": 200},
     "50 steps (light)": {"iters": 50, "lr": 5e-3},
 }
-TARGETS = {"own target": "own", "dense target": "dense"}
+OURS: dict[str, dict[str, Any]] = {
+    "own target": {},
+    "dense target": {"target": "dense"},
+    "balanced": {"balance": True},
+    "balanced, dense target": {"balance": True, "target": "dense"},
+}
 
 
 def auto_round(dense: Path, out: Path, grid: str, recipe: str, calibration: Tensor) -> None:
@@ -93,10 +99,10 @@ def main() -> None:
         comparison.add(by, grid, f"{value:.3f}", f"{value / best - 1:+.1%}", f"{spent:.0f}")
 
     for grid in options.grids:
-        for label, target in TARGETS.items():
-            settings = {"grid": grid, "target": target}
+        for label, options_of_ours in OURS.items():
+            settings = {"grid": grid, **options_of_ours}
             row(
-                f"ours-{grid}-{target}",
+                f"ours-{grid}-{label.replace(',', '')}",
                 f"ours, {label}",
                 grid,
                 lambda out, settings=settings: quantise(

@@ -47,6 +47,11 @@ OURS: dict[str, dict[str, Any]] = {
     "Q4_1, dense target": {"grid": "q4_1", "target": "dense"},
     "Q5_0": {"grid": "q5_0"},
     "Q5_1": {"grid": "q5_1"},
+    "Q4_0, balanced": {"grid": "q4_0", "balance": True},
+    "Q4_0, balanced, dense target": {"grid": "q4_0", "balance": True, "target": "dense"},
+    "IQ4_NL, balanced": {"grid": "iq4_nl", "balance": True},
+    "IQ4_NL, balanced, dense target": {"grid": "iq4_nl", "balance": True, "target": "dense"},
+    "Q5_0, balanced": {"grid": "q5_0", "balance": True},
     "Q4_0, dense target, tuned": {"grid": "q4_0", "target": "dense", "tuning": True},
     "IQ4_NL, dense target, tuned": {"grid": "iq4_nl", "target": "dense", "tuning": True},
 }

@@ -185,6 +185,7 @@ _HELP = {
     "group_size": "the number of columns that share a scale, for --bits",
     "grid": "the type of an engine, such as q4_0, iq4_nl or int4-g128, which an export holds",
     "head_grid": "the same for the output head, and embeddings that are tied to it",
+    "balance": "scale columns before they are put on a grid, so that it loses less",
     "target": "own (default), or dense: make up for the losses of earlier blocks",
     "tuning": "tune the kept weights of each block towards its dense outputs",
     "ignore": "layers to leave dense, such as down_proj or layers.0",
