@@ -22,7 +22,7 @@ factors that are powers of two leave every bit of its output as it was.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,7 +53,7 @@ _NORM = 8.0
 """The order p of the norm for the scale of a group, by measurement: lab/results/engine-types.md."""
 _LARGEST = 16.0
 """The largest factor, and the inverse of the least one."""
-_ROWS, _COLUMNS = "rows", "columns"
+_ROWS, _ROWS_PLUS_ONE, _COLUMNS = "rows", "rows_plus_one", "columns"
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,19 @@ class Link:
         producer: The name in the block of the norm or linear layer.
         readers: The names in the block of the linear layers.
         rows: The row of the producer that each column of the readers reads.
+        adds_one: Whether the producer multiplies by one plus its weights, as norms of Gemma do.
     """
 
     producer: str
     readers: tuple[str, ...]
     rows: tuple[int, ...]
+    adds_one: bool = False
+
+    def factors(self, by_row: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the names of modules, the kinds of their factors, and the factors."""
+        yield self.producer, _ROWS_PLUS_ONE if self.adds_one else _ROWS, by_row
+        for reader in self.readers:
+            yield reader, _COLUMNS, by_row[list(self.rows)]
 
 
 class Balance:
@@ -77,7 +85,8 @@ class Balance:
     Args:
         factors: By `NAME.columns` the factors by which the columns of a layer are multiplied, and
             by `NAME.rows` those by which the rows of a layer, or the weights of a norm, are
-            divided; (columns,) or (rows,), float32.
+            divided; (columns,) or (rows,), float32. `NAME.rows_plus_one` are those of a norm that
+            adds one to its weights.
     """
 
     def __init__(self, factors: Mapping[str, Tensor]) -> None:
@@ -86,10 +95,9 @@ class Balance:
     def apply(self, block: Block) -> None:
         """Scale the weights of a block, which must be dense, in place."""
         for name, module in named_modules(block.module):
-            full_name = f"{block.name}.{name}"
-            rows, columns = (self.factors.get(f"{full_name}.{x}") for x in (_ROWS, _COLUMNS))
-            if rows is not None or columns is not None:
-                _scale(module, rows, columns)
+            kinds = (_ROWS, _ROWS_PLUS_ONE, _COLUMNS)
+            keys = {kind: f"{block.name}.{name}.{kind}" for kind in kinds}
+            _scale(module, {k: self.factors[key] for k, key in keys.items() if key in self.factors})
 
 
 def find_balance(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Balance:
@@ -203,11 +211,10 @@ def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Te
     # balanced, so that no factor depends on how the channels of the model happen to be scaled.
     for link in reversed([link for link in links if link in remainders]):
         by_row = _by_row(link, remainders[link], readers[link], factors)
-        by_row = _rounded_to(modules[link.producer], by_row).to(processes.device)
+        by_row = _rounded_to(modules[link.producer], by_row, link.adds_one).to(processes.device)
         by_row = processes.like_first_(by_row.contiguous()).cpu()
-        factors[f"{block.name}.{link.producer}.{_ROWS}"] = by_row
-        for reader in link.readers:
-            factors[f"{block.name}.{reader}.{_COLUMNS}"] = by_row[list(link.rows)]
+        for name, kind, each in link.factors(by_row):
+            factors[f"{block.name}.{name}.{kind}"] = each
     return factors
 
 
@@ -241,31 +248,40 @@ def _by_row(
     return torch.where(is_live, bounded, 1.0).float()
 
 
-def _rounded_to(producer: nn.Module, factors: Tensor) -> Tensor:
+def _rounded_to(producer: nn.Module, factors: Tensor, adds_one: bool) -> Tensor:
     """Return the factors by which a norm's weights differ once they are rounded to their dtype."""
     if layers_of("", producer):
         return factors  # the rounding of matrices is small beside that of their grid
     weight = producer.get_parameter("weight").detach().to(factors.device)
-    wide = weight.float()
-    new = (wide / factors).to(weight.dtype).float()
+    one = float(adds_one)
+    wide = weight.float() + one
+    new = (wide / factors - one).to(weight.dtype).float() + one
     return torch.where((new != 0) & (wide != 0), wide / new, factors)
 
 
-def _scale(module: nn.Module, rows: Tensor | None, columns: Tensor | None) -> None:
-    """Multiply the columns of a module's weight, and divide its rows and bias, in place."""
-    layers = layers_of("", module)
+def _scale(module: nn.Module, factors: Mapping[str, Tensor]) -> None:
+    """Multiply the columns of a module's weight, and divide its rows and bias, in place.
+
+    Args:
+        module: A linear layer or a norm.
+        factors: The factors by kind, as in `Balance`; none change nothing.
+    """
+    if not factors:
+        return
+    layers, one = layers_of("", module), float(_ROWS_PLUS_ONE in factors)
     weight = layers[0].view if layers else module.get_parameter("weight").detach()
     bias = getattr(module, "bias", None)
     with torch.no_grad():
-        scaled = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if columns is not None:
-            scaled = scaled * columns.to(scaled)
+        scaled = weight.to(torch.promote_types(weight.dtype, torch.float32)) + one
+        if _COLUMNS in factors:
+            scaled = scaled * factors[_COLUMNS].to(scaled)
+        rows = factors.get(_ROWS_PLUS_ONE if one else _ROWS)
         if rows is not None:
             by_row = rows.to(scaled)
             scaled = scaled / (by_row[:, None] if layers else by_row)
             if isinstance(bias, Tensor):
                 bias.copy_(bias.to(scaled) / by_row)
-        weight.copy_(scaled)
+        weight.copy_(scaled - one)
 
 
 class _Seen(NamedTuple):
@@ -273,6 +289,11 @@ class _Seen(NamedTuple):
 
     output: Tensor
     inputs: dict[str, Tensor]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether all bits are equal; what padding computes may be NaN in both."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 class Probe:
@@ -310,7 +331,7 @@ class Probe:
 
     def links(self) -> list[Link]:
         """Return the links of the block; no layer reads from two of them."""
-        if not torch.equal(self._watched().output, self._first.output):
+        if not _same(self._watched().output, self._first.output):
             return []  # its outputs differ from run to run, so that nothing can be told from them
         found: list[Link] = []
         for link in self._candidates():
@@ -323,41 +344,60 @@ class Probe:
         """Return whether factors that are powers of two leave the output as it is, to the bit."""
         factors: dict[str, dict[str, Tensor]] = {}
         for link in links:
-            by_row = self._powers(max(link.rows) + 1)
-            factors.setdefault(link.producer, {})[_ROWS] = by_row
-            for reader in link.readers:
-                factors.setdefault(reader, {})[_COLUMNS] = by_row[list(link.rows)]
+            for name, kind, each in link.factors(self._powers(max(link.rows) + 1)):
+                factors.setdefault(name, {})[kind] = each
         if not factors.keys() <= {*self._layers, *self._norms}:
             return False
-        with self._scaled(factors):
-            return torch.equal(self._run(), self._first.output)
+        with self._of_scale_one([link.producer for link in links if link.adds_one]):
+            expected = self._run() if any(x.adds_one for x in links) else self._first.output
+            with self._scaled(factors):
+                return _same(self._run(), expected)
 
     def _candidates(self) -> Iterator[Link]:
         """Yield producers with the layers whose inputs change in proportion to their rows."""
-        for producer in (*self._norms, *self._layers):
-            rows = len(self._modules[producer].get_parameter("weight"))
-            if producer in self._layers:
-                rows = len(self._layers[producer].weight)
-            by_row = self._powers(rows)
-            inputs = self._inputs_with(producer, by_row)
-            changed = {
-                name: (x, inputs[name])
-                for name, x in self._first.inputs.items()
-                if name in inputs
-                and x.shape == inputs[name].shape
-                and x.shape[-1] % rows == 0
-                and not torch.equal(x, inputs[name])
-            }
-            equal = [
-                name
-                for name, (x, scaled) in changed.items()
-                if x.shape[-1] == rows and torch.equal(scaled, x / by_row.to(x))
-            ]
-            if equal:
-                yield Link(producer, tuple(equal), tuple(range(rows)))
+        first = self._first.inputs
+        for norm in self._norms:
+            rows = len(self._modules[norm].get_parameter("weight"))
+            if readers := self._proportional(rows, self._changed(norm, rows, _ROWS, first)):
+                yield Link(norm, readers, tuple(range(rows)))
+                continue
+            with self._of_scale_one([norm]):
+                changed = self._changed(norm, rows, _ROWS_PLUS_ONE, self._watched().inputs)
+            if readers := self._proportional(rows, changed):
+                yield Link(norm, readers, tuple(range(rows)), adds_one=True)
+        for layer in self._layers:
+            rows = len(self._layers[layer].weight)
+            changed = self._changed(layer, rows, _ROWS, first)
+            if readers := self._proportional(rows, changed):
+                yield Link(layer, readers, tuple(range(rows)))
             for name, (x, _) in changed.items():
-                if x.shape[-1] > rows and (numbers := self._rows_of(producer, name)) is not None:
-                    yield Link(producer, (name,), numbers)
+                if x.shape[-1] > rows and (numbers := self._rows_of(layer, name)) is not None:
+                    yield Link(layer, (name,), numbers)
+
+    def _changed(
+        self, producer: str, rows: int, kind: str, before: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the inputs before and after the rows of a producer are scaled, if they differ."""
+        after = self._inputs_with(producer, {kind: self._powers(rows)})
+        return {
+            name: (x, after[name])
+            for name, x in before.items()
+            if name in after
+            and x.shape == after[name].shape
+            and x.shape[-1] % rows == 0
+            and not _same(x, after[name])
+        }
+
+    def _proportional(
+        self, rows: int, changed: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> tuple[str, ...]:
+        """Return the layers each of whose columns changed as the row of its number did."""
+        by_row = self._powers(rows)
+        return tuple(
+            name
+            for name, (x, scaled) in changed.items()
+            if x.shape[-1] == rows and _same(scaled, x / by_row.to(x))
+        )
 
     def _rows_of(self, producer: str, reader: str) -> tuple[int, ...] | None:
         """Return the producer's row that each column of the reader reads.
@@ -365,48 +405,63 @@ class Probe:
         In run b, the rows whose number has the bit b are halved. `None` if a column of the input is
         neither halved nor unchanged in all tokens, or always zero.
         """
-        x = self._first.inputs[reader].flatten(0, -2)
+        x = self._first.inputs[reader].flatten(0, -2).nan_to_num()
         largest = x.abs().max(0).values
-        if producer not in self._layers or not bool((largest > 0).all()):
+        if not bool((largest > 0).all()):
             return None
         rows = torch.arange(len(self._layers[producer].weight))
         numbers = torch.zeros(x.shape[1], dtype=torch.long)
         for bit in range(max(1, (len(rows) - 1).bit_length())):
             has_bit = rows >> bit & 1
-            inputs = self._inputs_with(producer, 1.0 + has_bit)
-            scaled = inputs[reader].flatten(0, -2)
+            inputs = self._inputs_with(producer, {_ROWS: 1.0 + has_bit})
+            scaled = inputs[reader].flatten(0, -2).nan_to_num()
             halved = scaled.abs().max(0).values < largest
-            if not torch.equal(scaled, torch.where(halved, x / 2, x)):
+            if not _same(scaled, torch.where(halved, x / 2, x)):
                 return None
             numbers += halved.cpu().long() << bit
         return tuple(numbers.tolist()) if bool((numbers < len(rows)).all()) else None
 
-    def _inputs_with(self, producer: str, by_row: Tensor) -> dict[str, Tensor]:
-        """Return the inputs of layers while the rows of one layer are divided by factors."""
-        with self._scaled({producer: {_ROWS: by_row}}):
+    def _inputs_with(self, producer: str, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of layers while one module is scaled."""
+        with self._scaled({producer: factors}):
             return self._watched().inputs
 
     def _powers(self, count: int) -> Tensor:
-        """Return factors 1 and 2 in an order that has no period."""
+        """Return factors 1 and ½ in an order that has no period."""
         generator = torch.Generator().manual_seed(count)
-        return torch.randint(0, 2, (count,), generator=generator).float() + 1
+        return 1 / (1.0 + torch.randint(0, 2, (count,), generator=generator))
+
+    @contextmanager
+    def _of_scale_one(self, norms: Sequence[str]) -> Iterator[None]:
+        """Set the weights of norms that add one to them to zero in this context.
+
+        Factors of two are exact then: (1 + w) / s − 1 seldom is.
+        """
+        with self._copies(norms):
+            for name in norms:
+                self._modules[name].get_parameter("weight").zero_()
+            yield
 
     @contextmanager
     def _scaled(self, factors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
         """Scale modules in this context."""
-        kept = [
-            (parameter, parameter.detach().clone())
-            for name in factors
-            for parameter in self._modules[name].parameters(recurse=False)
-        ]
-        try:
+        with self._copies(factors):
             for name, of_module in factors.items():
-                _scale(self._modules[name], of_module.get(_ROWS), of_module.get(_COLUMNS))
+                _scale(self._modules[name], of_module)
+            yield
+
+    @contextmanager
+    def _copies(self, names: Iterable[str]) -> Iterator[None]:
+        """Give modules copies of their weights in this context."""
+        parameters = [p for name in names for p in self._modules[name].parameters(recurse=False)]
+        kept = [parameter.data for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()
             yield
         finally:
-            with torch.no_grad():
-                for parameter, before in kept:
-                    parameter.copy_(before)
+            for parameter, before in zip(parameters, kept, strict=True):
+                parameter.data = before
 
     def _watched(self) -> _Seen:
         """Run the block with the inputs of its linear layers recorded."""

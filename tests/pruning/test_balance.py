@@ -43,7 +43,12 @@ LINKS = {
         "self_attn.v_proj": "self_attn.o_proj",
     },
     # Its norms multiply by one plus their weights.
-    "gemma3_text": {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"},
+    "gemma3_text": {
+        "input_layernorm": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "pre_feedforward_layernorm": "mlp.gate_proj mlp.up_proj",
+        "self_attn.v_proj": "self_attn.o_proj",
+        "mlp.up_proj": "mlp.down_proj",
+    },
     # Attention and MLP read one norm.
     "falcon": {"input_layernorm": "self_attention.query_key_value mlp.dense_h_to_4h"},
 }
@@ -68,11 +73,16 @@ def probe_of(model, batch):
 
 @pytest.mark.parametrize("family", LINKS)
 @torch.no_grad()
-def test_links_are_found_without_names(family, build, batches):
-    model = build(family)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_links_are_found_without_names(family, dtype, build, batches):
+    model = build(family).to(dtype)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    found = {x.producer: " ".join(x.readers) for x in probe_of(model, batches[2]).links()}
-    assert found == LINKS[family]
+    links = probe_of(model, batches[2]).links()
+    assert {x.producer: " ".join(x.readers) for x in links} == LINKS[family]
+    norms = {x.producer for x in links if "norm" in x.producer}
+    assert {x.producer for x in links if x.adds_one} == (
+        norms if family == "gemma3_text" else set()
+    )
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), name
 
@@ -97,6 +107,31 @@ def test_parameters_that_others_hold_are_not_scaled(build, batches):
     shared = {id(block.input_layernorm.weight), id(block.mlp.down_proj.weight)}
     names = {link.producer for link in Probe(block, run, shared).links()}
     assert names == {"post_attention_layernorm", "self_attn.v_proj"}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text", "mamba", "bloom"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.03)]
+)
+@torch.no_grad()
+def test_the_dense_model_computes_the_same(family, dtype, tolerance, build, batches, monkeypatch):
+    """Nothing is put on the grid: of the run, only its factors are applied."""
+    model = build(family).to(dtype)
+    for name, p in model.named_parameters():
+        if p.ndim == 1:  # tiny models begin with ones or zeros
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+            p += 0.3 * noise.to(dtype)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    logits = model(**batches[2]).logits
+    monkeypatch.setattr("mrp_lightning.pruning.block.LayerSolver.prune_group", lambda *_: None)
+    with pytest.raises(TargetError, match="Pruned nothing"):
+        prune_model(model, batches[2:], **ALONE, beyond=GRID)
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    for producer, readers in LINKS[family].items():
+        for name in (producer, *readers.split()):
+            assert any(x.endswith(f".0.{name}.weight") for x in changed), name
+    error = (model(**batches[2]).logits - logits).norm() / logits.norm()
+    assert error < tolerance
 
 
 def uneven(model):
