@@ -25,7 +25,7 @@ OUT = ROOT / "docs/pictures/engines.svg"
 
 QUANTISERS = {
     "mrp-lightning": ("#0a6d74", "o"),
-    "mrp-lightning, dense target": ("#c04a2b", "s"),
+    "mrp-lightning, balanced": ("#c04a2b", "s"),
     "llama.cpp, importance matrix": ("#2d6db3", "^"),
     "AutoRound": ("#7b838c", "D"),
 }
@@ -33,13 +33,14 @@ QUANTISERS = {
 ROWS = {
     "Q4_0": "Q4_0",
     "int4-g32": "W4A16, groups of 32",
+    "int4-g64": "W4A16, groups of 64",
     "IQ4_NL": "IQ4_NL",
     "Q3_K_M": "Q3_K_M",
     "Q5_0": "Q5_0",
     "Q4_K_M": "Q4_K_M",
 }
 """The types by their names in the tables, from the top, and their labels."""
-_BITS = {"int4-g32": 4.5}
+_BITS = {"int4-g32": 4.5, "int4-g64": 4.25}
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def read_results() -> tuple[float, pd.DataFrame]:
     for _, row in integers.iterrows():
         by, _, option = str(row["by"]).partition(", ")
         quantiser = {
-            "ours": "mrp-lightning" + (", dense target" if option == "dense target" else ""),
+            "ours": "mrp-lightning" if option == "own target" else f"mrp-lightning, {option}",
             "AutoRound": "AutoRound" if option == "200 steps" else "",
         }.get(by, "")
         rows.append((row["grid"], quantiser, _BITS.get(row["grid"], 0), row["perplexity"]))

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.offload import Pinned
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk, hidden_of
+from mrp_lightning.calibration.walks import Inject, Walk, hidden_of
 from mrp_lightning.errors import TargetError, counted
 from mrp_lightning.pruning.block import WalkedBlock
 from mrp_lightning.pruning.job import Job
@@ -165,14 +165,17 @@ def _links(
 
     `known` has the links of earlier blocks by the names and shapes of their parameters.
     """
+    walk = block.walk
     kind = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
+    # Blocks that run on stored inputs pass their hidden state alone to later ones. Others may pass
+    # more, such as shared keys and values, so that the last hidden state has to stay, too.
+    end = block.k if isinstance(walk, Inject) else len(walk.blocks) - 1
     found: list[Link] | None = None
-    for i in range(len(block.walk.batches)):
-        output = block.walk.output(block.k, i)
-        if output is None:
+    for i in range(len(walk.batches)):
+        if walk.output(end, i) is None:
             continue
         block.report_progress(f"{block.name}, which layers feed which")
-        probe = Probe(block.module, partial(_hidden, block.walk, block.k, i), shared)
+        probe = Probe(block.module, partial(_hidden, walk, end, i), shared)
         found = known.get(kind)
         if found is None or not probe.holds(found):
             found = probe.links()

@@ -109,13 +109,18 @@ def test_parameters_that_others_hold_are_not_scaled(build, batches):
     assert names == {"post_attention_layernorm", "self_attn.v_proj"}
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text", "mamba", "bloom"])
+@pytest.mark.parametrize(
+    "family", ["llama", "opt", "gemma3_text", "gemma3n_text", "mamba", "bloom"]
+)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.03)]
 )
 @torch.no_grad()
 def test_the_dense_model_computes_the_same(family, dtype, tolerance, build, batches, monkeypatch):
-    """Nothing is put on the grid: of the run, only its factors are applied."""
+    """Nothing is put on the grid: of the run, only its factors are applied.
+
+    Blocks of Gemma 3n share keys and values, so that v feeds layers of several blocks.
+    """
     model = build(family).to(dtype)
     for name, p in model.named_parameters():
         if p.ndim == 1:  # tiny models begin with ones or zeros
@@ -127,11 +132,48 @@ def test_the_dense_model_computes_the_same(family, dtype, tolerance, build, batc
     with pytest.raises(TargetError, match="Pruned nothing"):
         prune_model(model, batches[2:], **ALONE, beyond=GRID)
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    for producer, readers in LINKS[family].items():
+    assert changed
+    for producer, readers in LINKS.get(family, {}).items():
         for name in (producer, *readers.split()):
             assert any(x.endswith(f".0.{name}.weight") for x in changed), name
     error = (model(**batches[2]).logits - logits).norm() / logits.norm()
     assert error < tolerance
+
+
+class Sharing(nn.Module):
+    """Blocks of two layers; the second block also reads what the first layer of the first gives."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x, shared):
+            y = self.up(x)
+            shared.append(y)
+            read = torch.tanh(shared[0]).mean(-1, keepdim=True) if len(shared) > 1 else 0
+            return x + self.down(y) + read
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+
+    def forward(self, input_ids, **_):
+        x, shared = nn.functional.one_hot(input_ids % 32, 32).float(), []
+        for block in self.blocks:
+            x = block(x, shared)
+        return x
+
+
+@torch.no_grad()
+def test_what_later_blocks_read_is_not_scaled(batches, monkeypatch):
+    torch.manual_seed(0)
+    model = Sharing()
+    expected = model(**batches[2])
+    monkeypatch.setattr("mrp_lightning.pruning.block.LayerSolver.prune_group", lambda *_: None)
+    with pytest.raises(TargetError, match=r"`balance` found no input|Pruned nothing"):
+        prune_model(model, batches[2:], **ALONE, beyond=GRID)
+    torch.testing.assert_close(model(**batches[2]), expected)
 
 
 def uneven(model):
