@@ -52,7 +52,7 @@ from mrp_lightning.targets.layers import (
 _NORM = 8.0
 """The order p of the norm for the scale of a group, by measurement: lab/results/engine-types.md."""
 _LARGEST = 16.0
-"""The largest factor, and the inverse of the least one."""
+"""The largest factor, a power of two, and the inverse of the least one."""
 _ROWS, _ROWS_PLUS_ONE, _COLUMNS = "rows", "rows_plus_one", "columns"
 
 
@@ -344,10 +344,14 @@ class Probe:
         return found
 
     def holds(self, links: Sequence[Link]) -> bool:
-        """Return whether factors that are powers of two leave the output as it is, to the bit."""
+        """Return whether the largest and least factors leave the output as it is, to the bit.
+
+        Both are powers of two, and so large that what a model clips would change.
+        """
         factors: dict[str, dict[str, Tensor]] = {}
         for link in links:
-            for name, kind, each in link.factors(self._powers(max(link.rows) + 1)):
+            by_row = self._powers(max(link.rows) + 1, 1 / _LARGEST, _LARGEST)
+            for name, kind, each in link.factors(by_row):
                 factors.setdefault(name, {})[kind] = each
         if not factors.keys() <= {*self._layers, *self._norms}:
             return False
@@ -429,10 +433,10 @@ class Probe:
         with self._scaled({producer: factors}):
             return self._watched().inputs
 
-    def _powers(self, count: int) -> Tensor:
-        """Return factors 1 and ½ in an order that has no period."""
+    def _powers(self, count: int, one: float = 0.5, other: float = 1.0) -> Tensor:
+        """Return two factors, powers of two, in an order that has no period."""
         generator = torch.Generator().manual_seed(count)
-        return 1 / (1.0 + torch.randint(0, 2, (count,), generator=generator))
+        return torch.where(torch.rand(count, generator=generator) < 0.5, one, other)
 
     @contextmanager
     def _of_scale_one(self, norms: Sequence[str]) -> Iterator[None]:

@@ -176,6 +176,23 @@ def test_what_later_blocks_read_is_not_scaled(batches, monkeypatch):
     torch.testing.assert_close(model(**batches[2]), expected)
 
 
+@pytest.mark.parametrize("limit", [None, 1.0])
+@torch.no_grad()
+def test_features_that_are_clipped_are_not_scaled(limit):
+    """On this batch nothing reaches the limit, until it is scaled by more than two."""
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+    x = torch.randn(20, 32)
+    block["up"].weight *= 0.3 / block["up"](x).abs().max()
+    block["up"].bias.zero_()
+
+    def run():
+        features = block["up"](x)
+        return block["down"](features if limit is None else features.clamp(-limit, limit))
+
+    assert len(Probe(block, run).links()) == (1 if limit is None else 0)
+
+
 def uneven(model):
     """Scale channels by factors that cancel, so that the function of the model stays."""
     generator = torch.Generator().manual_seed(5)
