@@ -170,19 +170,19 @@ def _links(
     # Blocks that run on stored inputs pass their hidden state alone to later ones. Others may pass
     # more, such as shared keys and values, so that the last hidden state has to stay, too.
     end = block.k if isinstance(walk, Inject) else len(walk.blocks) - 1
-    found: list[Link] | None = None
+    links: list[Link] | None = None
     for i in range(len(walk.batches)):
         if walk.output(end, i) is None:
             continue
         block.report_progress(f"{block.name}, which layers feed which")
         probe = Probe(block.module, partial(_hidden, walk, end, i), shared)
-        found = known.get(kind)
-        if found is None or not probe.holds(found):
-            found = probe.links()
+        links = known.get(kind)
+        if links is None or not probe.holds(links):
+            links = probe.links()
         break
     # A process without a batch has no opinion.
-    gathered = [links for links in block.job.processes.all(found) if links is not None]
-    agreed = [x for x in gathered[0] if all(x in links for links in gathered)] if gathered else []
+    gathered = [each for each in block.job.processes.all(links) if each is not None]
+    agreed = [x for x in gathered[0] if all(x in each for each in gathered)] if gathered else []
     known[kind] = agreed
     return agreed
 
@@ -336,12 +336,12 @@ class Probe:
         """Return the links of the block; no layer reads from two of them."""
         if not _same(self._watched().output, self._first.output):
             return []  # its outputs differ from run to run, so that nothing can be told from them
-        found: list[Link] = []
+        links: list[Link] = []
         for link in self._candidates():
-            linked = {reader for earlier in found for reader in earlier.readers}
+            linked = {reader for earlier in links for reader in earlier.readers}
             if linked.isdisjoint(link.readers) and self.holds([link]):
-                found.append(link)
-        return found
+                links.append(link)
+        return links
 
     def holds(self, links: Sequence[Link]) -> bool:
         """Return whether the largest and least factors leave the output as it is, to the bit.
@@ -382,17 +382,17 @@ class Probe:
                     yield Link(layer, (name,), numbers)
 
     def _changed(
-        self, producer: str, rows: int, kind: str, before: Mapping[str, Tensor]
+        self, producer: str, rows: int, kind: str, inputs: Mapping[str, Tensor]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the inputs before and after the rows of a producer are scaled, if they differ."""
-        after = self._inputs_with(producer, {kind: self._powers(rows)})
+        """Return the `inputs` that scaled rows of a producer change, with the changed ones."""
+        scaled = self._inputs_with(producer, {kind: self._powers(rows)})
         return {
-            name: (x, after[name])
-            for name, x in before.items()
-            if name in after
-            and x.shape == after[name].shape
+            name: (x, scaled[name])
+            for name, x in inputs.items()
+            if name in scaled
+            and x.shape == scaled[name].shape
             and x.shape[-1] % rows == 0
-            and not _same(x, after[name])
+            and not _same(x, scaled[name])
         }
 
     def _proportional(
@@ -444,7 +444,7 @@ class Probe:
 
         Factors of two are exact then: (1 + w) / s − 1 seldom is.
         """
-        with self._copies(norms):
+        with self._restored(norms):
             for name in norms:
                 self._modules[name].get_parameter("weight").zero_()
             yield
@@ -452,23 +452,22 @@ class Probe:
     @contextmanager
     def _scaled(self, factors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[None]:
         """Scale modules in this context."""
-        with self._copies(factors):
+        with self._restored(factors):
             for name, of_module in factors.items():
                 _scale(self._modules[name], of_module)
             yield
 
     @contextmanager
-    def _copies(self, names: Iterable[str]) -> Iterator[None]:
-        """Give modules copies of their weights in this context."""
+    def _restored(self, names: Iterable[str]) -> Iterator[None]:
+        """Restore the weights of modules at the end of this context."""
         parameters = [p for name in names for p in self._modules[name].parameters(recurse=False)]
-        kept = [parameter.data for parameter in parameters]
+        weights = [parameter.detach().clone() for parameter in parameters]
         try:
-            for parameter in parameters:
-                parameter.data = parameter.data.clone()
             yield
         finally:
-            for parameter, before in zip(parameters, kept, strict=True):
-                parameter.data = before
+            with torch.no_grad():
+                for parameter, weight in zip(parameters, weights, strict=True):
+                    parameter.copy_(weight)
 
     def _watched(self) -> _Seen:
         """Run the block with the inputs of its linear layers recorded."""

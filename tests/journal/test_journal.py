@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from slow_pruning import prune_model
+from slow_pruning import Dying, Killed, prune_model
 
 from mrp_lightning.calibration import walk_choice
 from mrp_lightning.errors import FormatError, JournalError, SaveError
@@ -20,19 +20,6 @@ from mrp_lightning.records.report import LayerReport
 
 PRINT = {"method": "SM", "sparsity": 0.5}
 ROW = LayerReport(name="a", shape=(2, 4), loss=0.1, relative_loss=float("nan"), seconds=1 / 3)
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-class Dying(Journal):
-    """Ends the process after two blocks."""
-
-    def write(self, step, record):
-        super().write(step, record)
-        if step == 1:
-            raise Killed
 
 
 @pytest.mark.parametrize(

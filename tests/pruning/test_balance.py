@@ -3,7 +3,7 @@
 import pytest
 import scipy.optimize
 import torch
-from slow_pruning import inputs_of, prune_model
+from slow_pruning import Dying, Killed, inputs_of, prune_model
 from torch import nn
 
 from mrp_lightning.errors import OptionError, SaveError, TargetError
@@ -312,19 +312,6 @@ def test_a_model_is_quantised_alike_however_its_channels_are_scaled(build):
     error, apart = (float((x - y).square().sum()) for x, y in ((plain, dense), (plain, scaled)))
     assert apart < 0.05 * error
     assert error < 0.7 * float((unbalanced - dense).square().sum())
-
-
-class Killed(Exception):  # noqa: N818 (a message to the test)
-    pass
-
-
-class Dying(Journal):
-    """Ends the process after two blocks."""
-
-    def write(self, step, record):
-        super().write(step, record)
-        if step == 1:
-            raise Killed
 
 
 @pytest.mark.parametrize(
