@@ -1,5 +1,6 @@
 import functools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
+from browser import find_chrome
 from torch import Tensor, nn
+
+from mrp_lightning.errors import counted
 
 pytest_plugins = ["local_corpora"]
 
@@ -34,6 +38,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_report_header() -> str:
+    return f"browser: {find_chrome() or 'none'}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what was left out by its reason: a suite that skips half of its tests is green, too."""
+    left_out = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", ()):
+        *_, reason = report.longrepr
+        left_out[reason.removeprefix("Skipped: ")].append(report)
+    if not left_out:
+        return
+    terminalreporter.section("left out")
+    for reason, reports in sorted(left_out.items(), key=lambda item: -len(item[1])):
+        # A module that is skipped as a whole is not collected: the number of its tests is unknown.
+        tests = sum(isinstance(report, pytest.TestReport) for report in reports)
+        files = sorted({report.nodeid.partition("::")[0] for report in reports})
+        counts = [counted(tests, "test")] * bool(tests) + ["whole files"] * (tests < len(reports))
+        terminalreporter.write_line(f"{' and '.join(counts)}, {reason}: {', '.join(files)}")
 
 
 @pytest.fixture

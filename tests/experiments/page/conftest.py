@@ -1,4 +1,4 @@
-"""Runs on disk; browser.py and html_page.py can be imported."""
+"""Runs on disk; html_page.py can be imported."""
 
 import sys
 from pathlib import Path

@@ -10,10 +10,12 @@ pytest.importorskip("matplotlib")
 
 import numpy as np
 from browser import Browser, find_chrome
-from html_page import HtmlPage
+from html_page import HtmlPage, turned_round
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from mrp_lightning.commands.report import main
+from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, color_of
 
 CHROME = find_chrome()
 pytestmark = pytest.mark.skipif(
@@ -85,13 +87,20 @@ def test_no_text_of_a_picture_is_cut(browser, page, tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pictures_are_turned_round_on_dark_paper(browser, page, scheme, tmp_path):
     browser.open(page, 1280, scheme=scheme)
-    top = browser.evaluate("document.querySelector('figure img').getBoundingClientRect().top")
-    browser.screenshot(tmp_path / "page.png", top=int(top), height=120)
-    with Image.open(tmp_path / "page.png") as image:
-        lightness = np.asarray(image.convert("L"), dtype=int)
-    paper, text = int(np.median(lightness)), lightness[:, :600]
-    assert paper == {"light": 253, "dark": 23}[scheme]
-    assert abs(text - paper).max() > 180  # ink on it, of the other kind
+    # So large that strokes are wider than a pixel: small ones are blended with the paper, and the
+    # fonts of the machine would decide how much.
+    browser.screenshot(tmp_path / "picture.png", "figure img", scale=4)
+    with Image.open(tmp_path / "picture.png") as image:
+        pixels = np.asarray(image.convert("RGB"), dtype=int).reshape(-1, 3)
+    paper = {"light": PAPER, "dark": "#15181b"}[scheme]
+    colors = {PAPER: paper}
+    for color in (INK, MUTED, color_of("SM")):
+        colors[color] = turned_round(color) if scheme == "dark" else color
+    for color, shown in colors.items():
+        away = np.abs(pixels - 255 * np.array(to_rgb(shown))).max(-1)
+        assert (away < 3).sum() > 100, (color, shown)
+    # Nor has the picture a paper of its own, which would show as a box.
+    assert np.abs(np.median(pixels, axis=0) - 255 * np.array(to_rgb(paper))).max() < 1
 
 
 def test_nothing_is_asked_of_the_network(browser, page):

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import numpy as np
-from html_page import HtmlPage
-from matplotlib.colors import to_hex, to_rgb
+from html_page import HtmlPage, turned_round
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from mrp_lightning.commands.report import main
@@ -191,13 +191,6 @@ def test_pictures_have_the_colours_of_the_page(sweep):
     assert f"--paper: {PAPER}" in style
     assert f"background:{color_of('SM')}" in style
     assert color_of("SM") in drawn
-
-
-def turned_round(color: str) -> str:
-    """What the filter `invert(1) hue-rotate(180deg)` makes of a colour."""
-    inverted = 1 - np.array(to_rgb(color))
-    turn = [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
-    return to_hex(np.clip(turn @ inverted, 0, 1))
 
 
 def contrast(one: str, other: str) -> float:

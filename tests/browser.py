@@ -113,13 +113,12 @@ class Browser:
         wanted = (e for e in self.events if e.get("method") == "Network.requestWillBeSent")
         return [event["params"]["request"]["url"] for event in wanted]
 
-    def screenshot(self, path: Path, *, top: int = 0, height: int | None = None) -> None:
-        """The page from `top` on, as PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        rest = size["height"] - top
-        clip = {"x": 0, "y": top, "width": size["width"], "height": min(height or rest, rest)}
+    def screenshot(self, path: Path, selector: str, *, scale: int = 1) -> None:
+        """The first element of a CSS selector, as PNG of `scale` pixels for one of the page."""
+        box = f"document.querySelector({selector!r}).getBoundingClientRect()"
+        clip = {key: self.evaluate(f"{box}.{key}") for key in ("x", "y", "width", "height")}
         shot = self.call(
-            "Page.captureScreenshot", captureBeyondViewport=True, clip={**clip, "scale": 1}
+            "Page.captureScreenshot", captureBeyondViewport=True, clip={**clip, "scale": scale}
         )
         path.write_bytes(base64.b64decode(shot["data"]))
 
