@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
@@ -140,8 +141,9 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     }
     failed = {trial: reason for trial in waiting if (reason := reasons[trial.model])}
     work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
-    for _, numbered in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
-        with dequantized_once():
+    for _, of_model in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
+        numbered = list(of_model)
+        with dequantized_once() if len(numbered) > 1 else nullcontext():
             for number, trial in numbered:
                 position = f"[{number}/{len(work)}]"
                 console.print(f"{position} {trial.directory} …", markup=False, soft_wrap=True)

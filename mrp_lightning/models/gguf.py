@@ -28,7 +28,7 @@ from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
-from mrp_lightning.upstream.other_names import bounded_gguf
+from mrp_lightning.upstream.other_names import bounded_gguf, bounded_gguf_readers
 
 _SUFFIX = ".gguf"
 
@@ -122,7 +122,7 @@ def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
     path = file.absolute()
     try:
         _check_lengths(path, path.stat().st_mtime_ns)
-        with _bar_where_wanted():
+        with _bar_where_wanted(), bounded_gguf_readers():
             yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     except DependencyError:
         raise

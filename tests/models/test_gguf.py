@@ -18,10 +18,12 @@ from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
 from mrp_lightning.models.gguf import dequantized_once
 from mrp_lightning.models.loading import load_config, load_model, load_tokenizer
+from mrp_lightning.upstream.other_names import bounded_gguf
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 
+import gguf
 from gguf_files import write
 
 TEXT = "def compute(value):\n    return value + 1\n"
@@ -170,6 +172,29 @@ def test_files_that_are_not_there_are_named(tiny_gguf, several, tmp_path):
         CausalLM("someone/something", gguf_file="x.gguf")
     with pytest.raises(OptionError, match="`gguf_file` needs `model`"):
         CausalLM({"model_type": "llama"}, gguf_file="x.gguf")
+
+
+@pytest.mark.parametrize("order", [gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG])
+def test_a_header_is_read_as_by_the_reader_of_gguf(order, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama", endianess=order)
+    for key, values in {
+        "words": ["a", "", "é²"],
+        "ints": [1, -2],
+        "floats": [0.5],
+        "bools": [True],
+    }.items():
+        writer.add_array(key, values)
+    writer.add_array("nested", [[1, 2], [3]])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    ours, expected = bounded_gguf(tmp_path / "x.gguf"), gguf.GGUFReader(tmp_path / "x.gguf")
+    assert list(ours.fields) == list(expected.fields)
+    for key, field in expected.fields.items():
+        read = ours.fields[key]
+        assert (read.offset, read.data, read.types) == (field.offset, field.data, field.types)
+        assert list(map(bytes, read.parts)) == list(map(bytes, field.parts))
+        assert read.contents() == field.contents()
 
 
 @pytest.mark.parametrize("size", [0, 3, 40, 2000, 0.3, 0.9])
