@@ -91,7 +91,8 @@ def _bounded_reader() -> type[Any]:
         def _strings(self, offset: int, count: int) -> list[Any]:
             """Return the length and the bytes of each string, as views of memory."""
             # transformers lists their bytes, which takes six times as long from an array.
-            view, parts = memoryview(self.data), []
+            view = memoryview(self.data)  # type: ignore[arg-type]
+            parts: list[Any] = []
             for _ in range(count):
                 start = offset + 8
                 if start > len(view):
