@@ -27,11 +27,12 @@ from export.timing import (
     microseconds,
     take_turns,
 )
+from mrp_ground.arguments import checked
+from mrp_ground.upstream import attention_of
 from mrp_lightning.errors import OptionError, first_line
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
 from mrp_lightning.targets.blocks import alike
-from mrp_sparse.arguments import checked
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.dispatch import (
@@ -43,7 +44,6 @@ from mrp_sparse.kernels.dispatch import (
     use_times,
 )
 from mrp_sparse.packed_linear import Sparse24Linear
-from mrp_sparse.upstream import attention_of
 
 log = logging.getLogger(__name__)
 

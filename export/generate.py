@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
+from mrp_ground.environment import machine
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import DataError, OptionError, first_line
-from mrp_sparse.environment import machine
 
 if TYPE_CHECKING:
     from mrp_sparse.decoding import Speed

@@ -20,6 +20,7 @@ from export.backends import (
     restore_torchao,
     run_on_torchao,
 )
+from mrp_ground.arguments import checked
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
 from mrp_lightning.json_files import read_json
@@ -32,7 +33,6 @@ from mrp_lightning.models.integrity import (
     read_pickle,
 )
 from mrp_lightning.models.loading import load_config
-from mrp_sparse.arguments import checked
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trouble import disk, kills, power, runs
 from trouble.runs import Command
 
-from mrp_sparse.environment import machine
+from mrp_ground.environment import machine
 
 ROOT = Path(__file__).parents[1]
 Rows = tuple[str, Sequence[str], list[Sequence[Any]], list[str]]

@@ -1,12 +1,12 @@
 """Errors by kind, and the exit statuses of commands."""
 
-from mrp_sparse.errors import ArgumentError as ArgumentError
-from mrp_sparse.errors import FormatError as FormatError
-from mrp_sparse.errors import OptionError as OptionError
-from mrp_sparse.errors import PatternError as PatternError
-from mrp_sparse.errors import TargetError as TargetError
-from mrp_sparse.errors import counted as counted
-from mrp_sparse.errors import first_line as first_line
+from mrp_ground.errors import ArgumentError as ArgumentError
+from mrp_ground.errors import FormatError as FormatError
+from mrp_ground.errors import OptionError as OptionError
+from mrp_ground.errors import PatternError as PatternError
+from mrp_ground.errors import TargetError as TargetError
+from mrp_ground.errors import counted as counted
+from mrp_ground.errors import first_line as first_line
 
 FAILED, MISTAKE = 1, 2
 """Exit statuses: the command failed, and its arguments are wrong."""

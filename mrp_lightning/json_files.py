@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mrp_sparse.errors import FormatError
-from mrp_sparse.json_files import check_version as check_version
-from mrp_sparse.json_files import read_json as read_json
+from mrp_ground.errors import FormatError
+from mrp_ground.json_files import check_version as check_version
+from mrp_ground.json_files import read_json as read_json
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from mrp_sparse.environment import cache_directory, locked, machine
-from mrp_sparse.errors import OptionError
+from mrp_ground.environment import cache_directory, locked, machine
+from mrp_ground.errors import OptionError
+from mrp_ground.upstream import attention_of
 from mrp_sparse.packed_linear import Bitmask4Linear, PackedLinear
-from mrp_sparse.upstream import attention_of, grouped_attention
+from mrp_sparse.upstream import grouped_attention
 
 log = logging.getLogger(__name__)
 

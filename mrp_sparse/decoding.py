@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TextStreamer
 
+from mrp_ground.errors import OptionError, counted, first_line
 from mrp_sparse.compiled_step import CompiledStep
-from mrp_sparse.errors import OptionError, counted, first_line
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from mrp_sparse.errors import OptionError
+from mrp_ground.errors import OptionError
 from mrp_sparse.formats.eight_bit import damage, pack, unpack, why_not_rounded
 from mrp_sparse.packed_linear import FrozenLinear, frozen
 

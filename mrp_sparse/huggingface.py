@@ -17,8 +17,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mrp_ground.errors import FormatError, OptionError
 from mrp_sparse.eight_bit_head import EightBitLinear, Head
-from mrp_sparse.errors import FormatError, OptionError
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.eight_bit import VERSION as HEAD_VERSION

@@ -11,12 +11,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mrp_sparse.arguments import checked
-from mrp_sparse.errors import FormatError
+from mrp_ground.arguments import checked
+from mrp_ground.errors import FormatError
+from mrp_ground.json_files import read_json
+from mrp_ground.upstream import is_conv1d
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
-from mrp_sparse.json_files import read_json
-from mrp_sparse.packed_linear import is_conv1d
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mrp_sparse.arguments import checked
-from mrp_sparse.errors import FormatError, PatternError, TargetError
+from mrp_ground.arguments import checked
+from mrp_ground.errors import FormatError, PatternError, TargetError
+from mrp_ground.upstream import is_conv1d as is_conv1d
 from mrp_sparse.formats import bitmask, bitmask4
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
@@ -21,14 +22,6 @@ from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import SPARSE24
 
 Dense = TypeVar("Dense", bound=nn.Module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether the module is the `Conv1D` of GPT-2, by name: transformers is not imported."""
-    return any(
-        (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-        for kind in type(module).__mro__
-    )
 
 
 def is_packable(module: nn.Module) -> bool:

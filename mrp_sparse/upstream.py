@@ -53,16 +53,6 @@ def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tup
     return (int(torch._cslt_sparse_mm_search(compressed, x, bias=bias, transpose_result=True)),)
 
 
-def attention_of(config: Any) -> str | None:
-    """Return the name of a model's attention implementation, such as `sdpa`.
-
-    Seen in transformers 5.23, which has a public setter, but no getter. Replacement: a
-    `get_attn_implementation` beside the `get_experts_implementation` of models.
-    """
-    name: str | None = config._attn_implementation
-    return name
-
-
 @contextmanager
 def grouped_attention() -> Iterator[None]:
     """Trace attention with the grouped heads of keys and values, instead of repeating them.

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from export.loading import read
+from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json
@@ -35,7 +36,6 @@ from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.plan import not_finite
-from mrp_sparse.formats.grid import GridParameters
 
 Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 """Called with items, their number if known, and a description: iterates with a progress bar."""

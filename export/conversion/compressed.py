@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.selection import Claims, LayerChoice
 from export.conversion.writing import write_converted
+from mrp_ground.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.errors import OptionError, ParityError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.targets.blocks import matches, require_matches
-from mrp_sparse.formats.grid import Grid, GridParameters, ScaleType
 
 _GROUPS = (128, 64, 32)
 """The group sizes that engines' kernels support, largest first; a whole row is another."""

@@ -14,10 +14,10 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.gguf_families import layout_of_family
 from export.conversion.gguf_layout import layout_like
 from export.conversion.gguf_types import AUTO, TYPES, encode, exact_type
+from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import flush
 from mrp_lightning.models.gguf import reading
-from mrp_sparse.formats.grid import GridParameters
 
 _VOCABULARY = ("token_embd.weight", "output.weight")
 

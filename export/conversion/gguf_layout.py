@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
+from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
 from mrp_lightning.upstream.other_names import bounded_gguf
-from mrp_sparse.formats.grid import GridParameters
 
 _OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 """Metadata whose defaults depend on the number of heads."""

@@ -22,6 +22,7 @@ from export.conversion.checkpoint import (
     silently,
     weight_file,
 )
+from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.files import BESIDE
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
@@ -33,7 +34,6 @@ from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
-from mrp_sparse.formats.grid import Grid
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.packed_linear import is_packable

@@ -30,8 +30,8 @@ from transformers.initialization import no_init_weights
 
 from export import BitmaskLinear, Sparse24Linear
 from export.comparison import Decoder
+from mrp_ground.environment import machine
 from mrp_sparse.decoding import storage_bytes
-from mrp_sparse.environment import machine
 from mrp_sparse.kernels import compiled
 from mrp_sparse.packed_linear import PackedLinear
 

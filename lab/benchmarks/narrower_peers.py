@@ -38,6 +38,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from mrp_ground.environment import machine
 from mrp_lightning import HessianAccumulator, prune_columns
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.experiments.running import configure
@@ -49,7 +50,6 @@ from mrp_lightning.narrowing.structure import NarrowingPlan
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import make_plan
-from mrp_sparse.environment import machine
 
 METRIC = "WIFV"
 

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mrp_ground.environment import machine
 from mrp_lightning.calibration.walks import DenseStream, Walk
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.processes import Processes
@@ -47,7 +48,6 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.targets.plan import make_plan
-from mrp_sparse.environment import machine
 
 PARTS = ("calibration", "factors", "solve", "tuning", "sums", "gathers")
 SHARED = ("calibration", "factors", "solve", "tuning")

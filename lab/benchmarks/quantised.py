@@ -47,10 +47,10 @@ from few_bits_pictures import drawings
 from torch import Tensor, nn
 
 from export import Bitmask4Linear
+from mrp_ground.environment import machine
 from mrp_sparse.compiled_step import CompiledStep
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.eight_bit_head import round_head
-from mrp_sparse.environment import machine
 from mrp_sparse.kernels import compiled
 from mrp_sparse.packed_linear import PackedLinear
 

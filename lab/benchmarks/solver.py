@@ -24,9 +24,9 @@ import torch
 from originals import DAMPING, prune_matrix
 from torch import Tensor
 
+from mrp_ground.environment import machine
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.pruning import Solution, prune_weight
-from mrp_sparse.environment import machine
 
 BASE = "SparseGPT column sweep (128)"
 CONTESTANTS = {

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from mrp_ground.environment import machine
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job, Settings
@@ -37,7 +38,6 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.sources import standard_library
 from mrp_lightning.text.windows import Draws, consecutive_windows, segments_of_text, tokenize
-from mrp_sparse.environment import machine
 
 ORIGINALS = {
     "original SparseGPT": (originals.sparsegpt, "sparsegpt"),

@@ -234,7 +234,9 @@ def main() -> None:
     options = parser.parse_args()
     import atheris
 
-    with atheris.instrument_imports(include=["mrp_lightning", "mrp_sparse", "export", "gguf"]):
+    with atheris.instrument_imports(
+        include=["mrp_lightning", "mrp_sparse", "mrp_ground", "export", "gguf"]
+    ):
         target = targets()[options.target]
     directory = Path(tempfile.mkdtemp())
     stderr = os.dup(2)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from mrp_ground.arguments import checked
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import output_path
@@ -19,7 +20,6 @@ from mrp_lightning.loop.saving import PrunedModule
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.signals import Interrupted
-from mrp_sparse.arguments import checked
 
 log = logging.getLogger(__name__)
 

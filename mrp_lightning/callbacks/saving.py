@@ -12,13 +12,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from mrp_ground.arguments import checked
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.saving import check_save_dir, save_trained
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.records import evaluation as records
-from mrp_sparse.arguments import checked
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from mrp_ground.arguments import checked
 from mrp_lightning.data.own_text import OwnText
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
@@ -40,7 +41,6 @@ from mrp_lightning.text.sources import (
     find_files,
 )
 from mrp_lightning.text.windows import Cutter, Windows
-from mrp_sparse.arguments import checked
 
 _Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers

@@ -16,6 +16,7 @@ from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 from rich.console import Console
 
+from mrp_ground.environment import machine
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.cli.arguments_given import Argument
 from mrp_lightning.cli.lightning_cli import PruningCLI
@@ -37,7 +38,6 @@ from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.job import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, record
-from mrp_sparse.environment import machine
 
 _BAR = "trainer.enable_progress_bar"
 

@@ -19,6 +19,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
@@ -38,7 +39,6 @@ from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import pruned_layers, refuse_not_finite
 from mrp_lightning.upstream.torch_names import uncompiled
-from mrp_sparse.arguments import checked
 
 
 @dataclass(frozen=True, kw_only=True)

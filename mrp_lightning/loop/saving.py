@@ -16,6 +16,7 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import command
 from mrp_lightning.errors import FormatError, OptionError, SaveError
 from mrp_lightning.files import BESIDE, output_path, visible_files
@@ -39,7 +40,6 @@ from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.targets.plan import pruned_layers
 from mrp_lightning.upstream.torch_names import without_compiled
-from mrp_sparse.formats.grid import GridParameters
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.environment import silence_lightning, warn_of_unused_gpu
 from mrp_lightning.errors import DataError, FormatError, OptionError
@@ -26,7 +27,6 @@ from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream.lightning_names import in_order, unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
-from mrp_sparse.arguments import checked
 
 silence_lightning()
 

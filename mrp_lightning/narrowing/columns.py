@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import checked, is_count, is_number
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.problem import check_weight, output_energy
 from mrp_lightning.solver.recipe import parse_method
-from mrp_sparse.arguments import checked, is_count, is_number
 
 _PANEL = 64
 """Number of columns whose removal updates all other columns at once."""

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.narrowing.structure import (
@@ -27,7 +28,6 @@ from mrp_lightning.narrowing.structure import (
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
-from mrp_sparse.formats.grid import Grid
 
 _MULTIPLE = 32
 """The number of neurons that remain is a multiple of this, for the speed of matrix kernels."""

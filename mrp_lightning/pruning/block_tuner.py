@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mrp_ground.grid import Grid, GridParameters
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
@@ -20,7 +21,6 @@ from mrp_lightning.errors import DataError, TargetError, counted
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.targets.layers import Layer
-from mrp_sparse.formats.grid import Grid, GridParameters
 
 _TIMED_STEPS = 3
 _SIZE = 0.1

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mrp_ground.arguments import checked, is_count, is_number
+from mrp_ground.grid import GROUP_SIZE
 from mrp_lightning.calibration.offload import CPU
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
 from mrp_lightning.journal.journal import Journal
@@ -21,8 +23,6 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
-from mrp_sparse.arguments import checked, is_count, is_number
-from mrp_sparse.formats.grid import GROUP_SIZE
 
 if TYPE_CHECKING:
     from mrp_lightning.models.streaming import StreamedBlocks

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrp_ground.grid import GridParameters
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
@@ -21,7 +22,6 @@ from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
 from mrp_lightning.solver.quantisation import put_on_grid
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
-from mrp_sparse.formats.grid import GridParameters
 
 log = logging.getLogger(__name__)
 

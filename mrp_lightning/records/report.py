@@ -8,13 +8,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import listed
-from mrp_sparse.formats.grid import GridParameters
 
 
 @dataclass(frozen=True, kw_only=True)

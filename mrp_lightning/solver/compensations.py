@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import is_number
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.solver.arithmetic import (
     ELEMENTS,
@@ -34,7 +35,6 @@ from mrp_lightning.solver.hessian import DampedHessian
 from mrp_lightning.solver.masks import Mask
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.solver.problem import Problem
-from mrp_sparse.arguments import is_number
 
 _PANEL = 128
 """Columns of a panel, whose removals a column sweep applies to all later columns at once."""

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import checked, is_count
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.arithmetic import (
@@ -18,7 +19,6 @@ from mrp_lightning.solver.arithmetic import (
     warn_of_slow_float64,
 )
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
-from mrp_sparse.arguments import checked, is_count
 
 _PANEL = 512
 """Columns of a panel, whose products with themselves and all columns before are summed at once."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import is_number
 from mrp_lightning.errors import PatternError
-from mrp_sparse.arguments import is_number
 
 _EXAMPLES = '`sparsity` is a fraction such as 0.5; `pattern` is a string such as "2:4"'
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import checked
+from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import (
     ERROR_OF_ARGUMENT,
     HessianError,
@@ -24,8 +26,6 @@ from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.quantisation import gather_parameters, on_grid
 from mrp_lightning.solver.recipe import Method, Recipe
-from mrp_sparse.arguments import checked
-from mrp_sparse.formats.grid import GridParameters
 
 
 @dataclass(frozen=True)

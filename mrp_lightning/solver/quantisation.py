@@ -16,13 +16,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from mrp_ground.grid import Grid, GridParameters
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.arithmetic import by_rows, full_float32, split_range
 from mrp_lightning.solver.hessian import DampedHessian, InputHessian
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.recipe import Recipe
-from mrp_sparse.formats.grid import Grid, GridParameters
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """The scales in the search, relative to the one that maps the largest weight to the largest

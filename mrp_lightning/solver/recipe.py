@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import is_count, is_number
+from mrp_ground.grid import GRIDS, GROUP_SIZE, Grid, grid_named, grid_of_bits
 from mrp_lightning.errors import MethodError, NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.compensations import (
@@ -19,8 +21,6 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
 from mrp_lightning.solver.problem import Problem
-from mrp_sparse.arguments import is_count, is_number
-from mrp_sparse.formats.grid import GRIDS, GROUP_SIZE, Grid, grid_named, grid_of_bits
 
 MASKS: dict[str, Mask] = {
     mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval(), Joint())

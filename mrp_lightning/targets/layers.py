@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 from torch.nn.utils import parametrize
 
+from mrp_ground.upstream import is_conv1d as is_conv1d
 from mrp_lightning.upstream.torch_names import pads
 from mrp_lightning.upstream.transformers_names import EXPERTS
-from mrp_sparse.packed_linear import is_conv1d as is_conv1d
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from mrp_ground.grid import Grid
 from mrp_lightning.errors import PatternError, TargetError, counted
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.blocks import (
@@ -33,7 +34,6 @@ from mrp_lightning.targets.layers import (
     why_not_plain,
 )
 from mrp_lightning.upstream.torch_names import without_compiled
-from mrp_sparse.formats.grid import Grid
 
 _VALUES_AT_ONCE = 2**22
 

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from mrp_sparse.errors import PatternError
+from mrp_ground.errors import PatternError
 from mrp_sparse.formats.packed_format import PackedFormat, as_integers, why_no_matrix
 
 BYTE = 8

@@ -6,9 +6,9 @@
 import torch
 from torch import Tensor
 
-from mrp_sparse.errors import PatternError
+from mrp_ground.errors import PatternError
+from mrp_ground.grid import grid_of_bits
 from mrp_sparse.formats.bitmask import bytes_of, count_bits, pack_places, unused_bits
-from mrp_sparse.formats.grid import grid_of_bits
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 64

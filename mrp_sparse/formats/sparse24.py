@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from mrp_sparse.arguments import checked
-from mrp_sparse.errors import FormatError, PatternError
+from mrp_ground.arguments import checked
+from mrp_ground.errors import FormatError, PatternError
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 4

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrp_sparse.errors import first_line
+from mrp_ground.errors import first_line
 from mrp_sparse.formats.sparse24 import spread
 from mrp_sparse.kernels import cusparselt
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mrp_sparse.environment import locked
+from mrp_ground.environment import locked
 
 log = logging.getLogger(__name__)
 

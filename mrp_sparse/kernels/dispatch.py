@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_sparse.environment import cache_directory
-from mrp_sparse.errors import FormatError
-from mrp_sparse.json_files import read_json
+from mrp_ground.environment import cache_directory
+from mrp_ground.errors import FormatError
+from mrp_ground.json_files import read_json
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight, usable
 from mrp_sparse.kernels.operator import linear24

@@ -9,6 +9,7 @@ from thread_processes import together
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
+from mrp_ground.grid import GRIDS, grid_of_bits
 from mrp_lightning import BlockTuning, CausalLM, Trainer
 from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.processes import ALONE
@@ -17,7 +18,6 @@ from mrp_lightning.records.grid_file import NAME, load_parameters
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
-from mrp_sparse.formats.grid import GRIDS, grid_of_bits
 
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}

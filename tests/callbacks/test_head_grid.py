@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, OPTConfig
 
 from callbacks import MRPCallback
+from mrp_ground.grid import GRIDS
 from mrp_lightning import (
     CausalLM,
     HessianAccumulator,
@@ -28,7 +29,6 @@ from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of
-from mrp_sparse.formats.grid import GRIDS
 
 
 def expected_head(pruned, head, dense, batches, grid):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mrp_lightning
 from callbacks import MRPCallback
+from mrp_ground.grid import GRIDS
 from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetError, Trainer
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import narrow
@@ -24,7 +25,6 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import make_plan
-from mrp_sparse.formats.grid import GRIDS
 
 NEURONS = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt", "opt_350m"),

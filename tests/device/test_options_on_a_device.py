@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 
 from callbacks import PruningCallback
 from export.timing import random_24
+from mrp_ground.grid import GRIDS
 from mrp_lightning import CausalLM, prune_weight
 from mrp_lightning.data.sampling import Sampling, write
 from mrp_lightning.pruning import balance as balance_module
 from mrp_lightning.targets import plan as plan_module
 from mrp_sparse.eight_bit_head import EightBitLinear
-from mrp_sparse.formats.grid import GRIDS
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
 
 CPU = torch.device("cpu")

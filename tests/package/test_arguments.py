@@ -13,6 +13,7 @@ from torch import nn
 
 import export
 from callbacks import MRPCallback, PruningCallback, SaveModel
+from mrp_ground.arguments import checked
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.errors import (
@@ -22,7 +23,6 @@ from mrp_lightning.errors import (
     PatternError,
     TargetError,
 )
-from mrp_sparse.arguments import checked
 
 
 class Takes:

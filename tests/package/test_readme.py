@@ -93,7 +93,7 @@ def test_the_files_to_read_exist():
     named = [(folder, name) for folder, cell in rows for name in re.findall(r"`(\w+\.py)`", cell)]
     assert len(named) > 15
     for folder, name in named:
-        packages = ("mrp_lightning", "mrp_sparse", "export")
+        packages = ("mrp_lightning", "mrp_sparse", "mrp_ground", "export")
         paths = [ROOT / package / folder / name for package in packages]
         assert any(path.is_file() for path in paths), (folder, name)
 

@@ -24,7 +24,7 @@ for package in ("build", "hatchling"):
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mrp_lightning", "callbacks", "export")
-DATA = {"FORMAT.md", "pyproject.toml", "README.md"}
+DATA = {"FORMAT.md", "pyproject.toml", "README.md", "hatch_build.py"}
 """Files of `mrp_sparse/` that are of its distribution, and not of the package."""
 
 
@@ -116,10 +116,11 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
     inside = set(zipfile.ZipFile(wheels["mrp_sparse"]).namelist())
     here = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "mrp_sparse").rglob("*")
+        for package in ("mrp_ground", "mrp_sparse")
+        for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.name not in DATA
     }
-    assert "mrp_sparse/kernels/cpu/operators.cpp" in here
+    assert {"mrp_sparse/kernels/cpu/operators.cpp", "mrp_ground/grid.py"} <= here
     assert {name for name in inside if ".dist-info/" not in name} == here
 
 

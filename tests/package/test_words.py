@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HOUSES = ("mrp_lightning", "mrp_sparse", "export", "callbacks")
+HOUSES = ("mrp_ground", "mrp_lightning", "mrp_sparse", "export", "callbacks")
 NO_NAMES = {"found", "before", "what", "mine", "place", "beside", "given", "told", "tell", "say"}
 NO_NAMES |= {"hush", "let_go", "tmp", "temp", "data2", "stuff", "thing"}
 NO_OPENERS = ("What", "Those", "That", "Which", "Whose", "How", "Where", "When")

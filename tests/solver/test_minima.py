@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
+from mrp_ground.grid import GRIDS, Grid, ScaleType
 from mrp_lightning import prune_weight
 from mrp_lightning.processes import ALONE
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.quantisation import _Descent, on_grid
-from mrp_sparse.formats.grid import GRIDS, Grid, ScaleType
 
 FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
 COARSE = Grid(2, 5, tuple(range(4)), FLOAT16, "coarse", minimum=True)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from mrp_ground.grid import grid_of_bits
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import ALONE
@@ -14,7 +15,6 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.quantisation import _FACTORS, _Descent, on_grid
-from mrp_sparse.formats.grid import grid_of_bits
 
 SETTINGS = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}, {}]
 

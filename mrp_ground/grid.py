@@ -1,0 +1,549 @@
+"""Grids of few bits: a codebook, and a scale for some columns of a row.
+
+A weight on a grid is code times scale, with the code from a codebook and one scale for each
+`group_size` consecutive columns of a row; some grids subtract a minimum, likewise. `grid_of_bits`
+gives the grids of this project's packed formats, `GRIDS` those of the types that engines read: the
+solver is the same for all of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from mrp_ground.errors import FormatError, OptionError
+
+GROUP_SIZE = 64
+"""Default number of columns that share a scale."""
+
+_SIGNIFICANT = {3: 5, 4: 5, 8: 1}
+"""Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,
+codes up to 127 seven, and bfloat16 holds eight."""
+_WEIGHTS_AT_A_TIME = 2**22
+
+
+@dataclass(frozen=True)
+class ScaleType:
+    """The floating-point numbers that the scales of a grid can be.
+
+    Attributes:
+        significant: Significant bits, the leading one included.
+        smallest: The smallest positive scale, a power of two; below smallest·2^significant scales
+            are its multiples, as the subnormal numbers of float16 are.
+        largest: The largest scale.
+    """
+
+    significant: int
+    smallest: float = 2.0**-100
+    largest: float = 2.0**100
+
+    def round(self, scales: Tensor) -> Tensor:
+        """Return the nearest scales of this type to positive numbers."""
+        clamped = scales.clamp(self.smallest, self.largest)
+        exponents = torch.frexp(clamped).exponent - self.significant
+        quanta = torch.ldexp(torch.ones_like(clamped), exponents).clamp_(min=self.smallest)
+        return (clamped / quanta).round_().mul_(quanta)
+
+    def shift(self, scales: Tensor, steps: int) -> Tensor:
+        """Return the scales that are some steps larger, as if all were normal numbers."""
+        half = 1 << (self.significant - 1)
+        mantissas, exponents = torch.frexp(scales)
+        position = exponents.long() * half + (mantissas * (2 * half)).long() - half + steps
+        exponents = position.div(half, rounding_mode="floor")
+        mantissas = (position - exponents * half + half).to(scales.dtype)
+        return self.round(torch.ldexp(mantissas, exponents - self.significant))
+
+
+_FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
+_BFLOAT16 = ScaleType(8)
+_POWER_OF_TWO = ScaleType(1, 2.0**-126, 2.0**126)
+
+
+@dataclass(frozen=True, eq=False)
+class GridParameters:
+    """The numbers beside the codes of a weight on a grid.
+
+    Attributes:
+        scales: (rows, groups), floating point.
+        minima: Likewise; None for grids without minima.
+    """
+
+    scales: Tensor
+    minima: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "GridParameters":
+        """Return the parameters with a function applied to each tensor."""
+        minima = None if self.minima is None else function(self.minima)
+        return GridParameters(function(self.scales), minima)
+
+    def split(self, sizes: list[int]) -> list["GridParameters"]:
+        """Return the parameters of consecutive numbers of rows."""
+        if self.minima is None:
+            return [GridParameters(scales) for scales in self.scales.split(sizes)]
+        shares = zip(self.scales.split(sizes), self.minima.split(sizes), strict=True)
+        return [GridParameters(scales, minima) for scales, minima in shares]
+
+    @staticmethod
+    def concatenated(parts: Sequence["GridParameters"]) -> "GridParameters":
+        """Return the parameters of consecutive rows as those of one weight."""
+        kinds = [kind for kind, tensor in vars(parts[0]).items() if tensor is not None]
+        return GridParameters(**{k: torch.cat([vars(part)[k] for part in parts]) for k in kinds})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that weights of few bits can have: code times scale, or minus a minimum.
+
+    Attributes:
+        bits: Bits of a stored code.
+        group_size: Number of consecutive columns of a row that share a scale, ≥ 1; the last group
+            of a row may be shorter.
+        codebook: The codes, whole numbers in ascending order. If it is not symmetric about zero,
+            scales have a sign, which decides the end of the codebook that a group reaches.
+        scales: The numbers that scales and minima can be; with `steps`, those that units can be.
+        name: Its name in `GRIDS`; None for the grids of `grid_of_bits`.
+        steps: The lowest and the highest of the whole numbers that scales are, times a unit; None
+            for scales that are stored as they are. Minima are such numbers times another unit.
+        together: The number of consecutive groups of a row that share a unit.
+        minimum: Whether a weight is code·scale − minimum, with a minimum for each group. Codes are
+            0 and more then, and scales positive.
+    """
+
+    bits: int
+    group_size: int
+    codebook: tuple[int, ...]
+    scales: ScaleType
+    name: str | None = None
+    steps: tuple[int, int] | None = None
+    together: int = 1
+    minimum: bool = False
+
+    def __str__(self) -> str:
+        return self.name or f"{self.bits}bit"
+
+    @cached_property
+    def signed(self) -> bool:
+        """Whether scales have a sign."""
+        is_symmetric = self.codebook == tuple(-code for code in reversed(self.codebook))
+        return not is_symmetric and not self.minimum
+
+    @property
+    def largest(self) -> int:
+        """The largest absolute value of a code."""
+        return max(map(abs, self.codebook))
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether rows are stored in whole groups, as engines' types are."""
+        return self.name is not None
+
+    @property
+    def columns_together(self) -> int:
+        """The number of columns that are stored together: those of the groups with one unit."""
+        return self.group_size * self.together
+
+    def divides(self, columns: int) -> bool:
+        """Return whether rows of so many columns can be stored."""
+        return not self.whole_groups or columns % self.columns_together == 0
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether zero is a code; with a minimum, codes of zero differ from group to group."""
+        return 0 in self.codebook and not self.minimum
+
+    def groups(self, columns: int) -> int:
+        """Return the number of scales of a row of `columns`."""
+        return -(-columns // self.group_size)
+
+    def grouped(self, weight: Tensor) -> Tensor:
+        """Return a copy of the weight (rows, columns) as (rows, groups, group_size).
+
+        A shorter last group is padded with zeros.
+        """
+        rows, columns = weight.shape
+        width = self.groups(columns) * self.group_size
+        padded = weight.new_zeros(rows, width)
+        padded[:, :columns] = weight
+        return padded.view(rows, -1, self.group_size)
+
+    def spread(self, scales: Tensor, columns: int) -> Tensor:
+        """Return the scales (rows, groups) of the weights of a row: (rows, columns)."""
+        return scales.repeat_interleave(self.group_size, 1)[:, :columns]
+
+    def round_scales(self, scales: Tensor, units: Tensor | None = None) -> Tensor:
+        """Return the nearest scales that the grid can have; signs stay.
+
+        Scales are whole multiples of `units`, if these are given, and then never zero.
+        """
+        if units is None or self.steps is None:
+            return self.scales.round(scales.abs()).copysign(scales)
+        steps = (scales / units).round_().clamp_(*self.steps)
+        return torch.where(steps == 0, 1, steps) * units
+
+    def round_minima(self, minima: Tensor, units: Tensor | None = None) -> Tensor:
+        """Return the nearest minima that the grid can have, which may be zero.
+
+        Minima are whole multiples of `units`, if these are given, and then not negative.
+        """
+        if units is None or self.steps is None:
+            rounded = self.scales.round(minima.abs()).copysign(minima)
+            return torch.where(minima.abs() < self.scales.smallest / 2, 0, rounded)
+        return (minima / units).round_().clamp_(0, self.steps[1]) * units
+
+    def choose_units(self, scales: Tensor) -> Tensor:
+        """Return the unit that scales (groups, ...) share: (...).
+
+        With this unit, the largest scale is the step farthest from zero.
+        """
+        assert self.steps is not None
+        largest = scales.gather(0, scales.abs().argmax(0, keepdim=True))[0]
+        units = largest / max(self.steps, key=abs)
+        return self.scales.round(units.abs()).copysign(units)
+
+    def units(self, scales: Tensor) -> Tensor | None:
+        """Return the units of scales or minima of the grid (rows, groups), likewise.
+
+        They are None if the grid has none, 0 for numbers that have no unit, and 1 for zeros alone.
+        """
+        if self.steps is None:
+            return None
+        exact = scales.double().unflatten(1, (-1, self.together))
+        largest = exact.gather(2, exact.abs().argmax(2, keepdim=True))
+        units = torch.zeros_like(largest)
+        for step in sorted(range(self.steps[0], self.steps[1] + 1), key=abs, reverse=True):
+            if step == 0:
+                continue
+            tried = largest / step
+            steps = exact / tried
+            fitting = self.scales.round(tried.abs()) == tried.abs()
+            fitting &= (steps == steps.round().clamp(*self.steps)).all(2, keepdim=True)
+            units = torch.where((units == 0) & fitting, tried, units)
+        units = torch.where(largest == 0, 1, units)
+        return units.expand_as(exact).flatten(1).to(scales.dtype)
+
+    def nearest(self, ratios: Tensor) -> Tensor:
+        """Return the codes nearest to weights divided by their scales, in the dtype of these."""
+        return self.nearest_(ratios.clone())
+
+    def nearest_(self, ratios: Tensor) -> Tensor:
+        """Replace weights divided by their scales by the nearest codes, and return them."""
+        lowest, highest = self.codebook[0], self.codebook[-1]
+        if len(self.codebook) == highest - lowest + 1:  # all whole numbers between the ends
+            return ratios.round_().clamp_(lowest, highest)
+        # Codes are whole numbers, so that midpoints between them are multiples of ½.
+        halves = ratios.mul_(2).floor_().clamp_(2 * lowest, 2 * highest).sub_(2 * lowest)
+        codes = _nearest_codes(self.codebook, ratios.dtype, ratios.device)
+        return ratios.copy_(codes[halves.long()])
+
+    def codes_of(self, weight: Tensor, parameters: GridParameters) -> Tensor | None:
+        """Return the codes of a weight for its known parameters, None unless they give its bits.
+
+        Args:
+            weight: (rows, columns), floating point.
+            parameters: The parameters, which need not be those of this grid.
+
+        Returns:
+            int8 (rows, columns), such that `values` in the weight's dtype equals the weight.
+        """
+        rows, columns = weight.shape
+        parameters = parameters.map(lambda tensor: tensor.to(weight.device, torch.float32))
+        if not self._can_store(parameters, (rows, self.groups(columns))):
+            return None
+        codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+        for some in _row_ranges(rows, columns):
+            share = parameters.map(lambda tensor, some=some: tensor[some])  # type: ignore[misc]
+            exact = weight[some].detach()
+            wanted = exact.to(torch.float32, copy=True)
+            if share.minima is not None:
+                wanted += self.spread(share.minima, columns)
+            chosen = self.nearest_(wanted.div_(self.spread(share.scales, columns)))
+            if not torch.equal(self.values(chosen, share).to(weight.dtype), exact):
+                return None
+            codes[some] = chosen.to(torch.int8)
+        return codes
+
+    def values(self, codes: Tensor, parameters: GridParameters) -> Tensor:
+        """Return the weight of codes (rows, columns), float32, as engines compute it."""
+        weight = codes.float() * self.spread(parameters.scales.float(), codes.shape[1])
+        if parameters.minima is None:
+            return weight
+        return weight.sub_(self.spread(parameters.minima.float(), codes.shape[1]))
+
+    def _can_store(self, parameters: GridParameters, shape: tuple[int, int]) -> bool:
+        """Return whether the grid can have these parameters, float32, of that shape."""
+        scales, minima = parameters.scales, parameters.minima
+        stored = [scales] if minima is None else [scales, minima]
+        if (minima is not None) != self.minimum or any(x.shape != shape for x in stored):
+            return False
+        if not all(bool(x.isfinite().all()) for x in stored) or not bool((scales != 0).all()):
+            return False
+        if self.steps is not None:
+            units = [self.units(x) for x in stored]
+            return all(x is not None and bool((x != 0).all()) for x in units)
+        if minima is not None and not torch.equal(self.round_minima(minima), minima):
+            return False
+        return torch.equal(self.round_scales(scales), scales)
+
+    def decompose(
+        self, weight: Tensor, known: GridParameters | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of a weight that lies on the grid.
+
+        Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that
+        of the smallest codes is taken. A group of zeros has the scale 1.
+
+        Args:
+            weight: (rows, columns), floating point.
+            known: The parameters with which the weight was made, if they are known. They are used
+                if they give its bits.
+
+        Returns:
+            The codes, int8 (rows, columns), and the scales, float32 (rows, groups).
+
+        Raises:
+            FormatError: Some group of a row has no such scale; the message names the first.
+        """
+        codes, scales, fits = self.fit(weight, known)
+        if not bool(fits.all()):
+            row, group = (~fits).nonzero()[0].tolist()
+            start = group * self.group_size
+            stop = min(start + self.group_size, weight.shape[1])
+            of_type = "" if self.name is None else f" of the type {self.name}"
+            raise FormatError(
+                f"Row {row}, columns {start} to {stop - 1} (group {group}): no scale makes these "
+                f"weights codes{of_type} from {self.codebook[0]} to {self.codebook[-1]}, as "
+                f"{self.bits} bits with groups of {self.group_size} need. The weight was changed "
+                "after it was put on its grid, or is on another one: give its `bits` and "
+                "`group_size`, or its `grid`."
+            )
+        return codes, scales
+
+    def fit(
+        self, weight: Tensor, known: GridParameters | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes and scales as `decompose` does, and the groups that lie on the grid.
+
+        Returns:
+            The codes, int8 (rows, columns), the scales, float32 (rows, groups), and bool
+            (rows, groups), True for the groups whose codes and scales give the weight exactly.
+            Codes and scales of the others mean nothing. Values alone do not determine minima, so
+            that no group of a grid with minima fits without `known` parameters.
+        """
+        rows, columns = weight.shape
+        scales = torch.ones(rows, self.groups(columns), device=weight.device)
+        fits = torch.ones(scales.shape, dtype=torch.bool, device=weight.device)
+        if known is not None and (known_codes := self.codes_of(weight, known)) is not None:
+            return known_codes, known.scales.to(scales), fits
+        codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
+        if self.minimum:
+            return codes, scales, ~fits
+        for some in _row_ranges(rows, columns):
+            chosen, factors, fits[some] = self._fit(weight[some].detach())
+            codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
+            scales[some] = factors.float()
+        return codes, scales, fits
+
+    def _fit(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the codes (rows, groups, group_size) and scales of some rows."""
+        values = self.grouped(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+        peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
+        if self.steps is not None:
+            return self._fit_units(values, peaks, weight.dtype)
+        if not self.signed:
+            peaks = peaks.abs()
+        zero = peaks == 0
+        codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and in vain
+        # Without a code for zero, a group of zeros has the scale zero.
+        scales = torch.ones_like(peaks) if self.holds_zero else (~zero).to(peaks.dtype)
+        for code, scale in self._candidates(peaks, weight.dtype):
+            possible = waiting & ((code * scale).to(weight.dtype) == peaks)
+            places = possible.nonzero(as_tuple=True)
+            if not len(places[0]):
+                continue
+            targets, factors = values[places], scale[places][:, None]
+            chosen = self.nearest_(targets / factors)
+            fitting = ((chosen * factors).to(weight.dtype) == targets).all(1)
+            solved = tuple(index[fitting] for index in places)
+            codes[solved], scales[solved] = chosen[fitting], factors[fitting, 0]
+            waiting[solved] = False
+            if not bool(waiting.any()):
+                break
+        return codes, scales, ~waiting
+
+    def _fit_units(
+        self, values: Tensor, peaks: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same for scales that share units, which are found from the largest peaks."""
+        assert self.steps is not None
+        rows = values.unflatten(1, (-1, self.together)).flatten(0, 1)  # (units, groups, group_size)
+        peaks = peaks.view(-1, self.together)
+        largest = peaks.gather(1, peaks.abs().argmax(1, keepdim=True))[:, 0]
+        codes, scales = torch.zeros_like(rows), torch.ones_like(peaks)
+        # A group holds at most as many values as there are codes: this refuses most other weights.
+        in_order = rows.sort(2).values
+        distinct = 1 + (in_order[..., 1:] != in_order[..., :-1]).sum(2)
+        waiting = (distinct <= len(self.codebook)).all(1) & (largest != 0)
+        is_zero = largest == 0
+        whole = range(self.steps[0], self.steps[1] + 1)
+        products = {code * step for code in self.codebook for step in whole} - {0}
+        span = 1 + (1 << max(0, self.scales.significant - _significant_bits(dtype)))
+        for product in sorted(products, key=abs, reverse=True):
+            for shift in sorted(range(-span, span + 1), key=abs):
+                places = waiting.nonzero()[:, 0]
+                if not len(places):
+                    break
+                units = largest[places] / product
+                units = self.scales.shift(self.scales.round(units.abs()), shift).copysign(units)
+                possible = (product * units).to(dtype) == largest[places]
+                places, units = places[possible], units[possible]
+                for first in (slice(0, 1), slice(1, 2)):  # where most units that are tried fail
+                    fitting = self._fit_groups(
+                        rows[places, first], peaks[places, first], units[:, None], dtype
+                    )[2]
+                    places, units = places[fitting], units[fitting]
+                if not len(places):
+                    continue
+                chosen, factors, fitting = self._fit_groups(
+                    rows[places], peaks[places], units[:, None], dtype
+                )
+                solved = places[fitting]
+                codes[solved], scales[solved] = chosen[fitting], factors[fitting]
+                waiting[solved] = False
+        shape = values.shape
+        fits = (~waiting & ((distinct <= len(self.codebook)).all(1) | is_zero))[:, None]
+        return (
+            codes.view(shape),
+            scales.view(shape[:2]),
+            fits.expand_as(scales).reshape(shape[:2]),
+        )
+
+    def _fit_groups(
+        self, values: Tensor, peaks: Tensor, units: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes and scales of groups (n, groups, group_size) with known units (n, 1).
+
+        The third is bool (n,), True where all groups fit.
+        """
+        scales = units.expand_as(peaks).clone()
+        fits = peaks == 0
+        codes = torch.zeros_like(values)
+        for code in sorted(self.codebook, key=abs, reverse=True):
+            if code == 0:
+                continue
+            tried = self.round_scales(peaks / code, units)
+            chosen = self.nearest(values / tried[..., None])
+            fitting = ((chosen * tried[..., None]).to(dtype) == values).all(2) & ~fits
+            codes[fitting], scales[fitting] = chosen[fitting], tried[fitting]
+            fits |= fitting
+        return codes, scales, fits.all(1)
+
+    def _candidates(self, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Yield codes of the largest weights of groups, and scales that may give these weights."""
+        stored = _significant_bits(dtype)
+        # A weight in `dtype` bounds its scale to within half a unit in the last place. That is one
+        # scale if products are exact, and else some neighbours.
+        odd_parts = [code // (code & -code) for code in self.codebook if code]
+        products = self.scales.significant + max(map(abs, odd_parts)).bit_length()
+        span = 0 if products <= stored else 1 + (1 << max(0, self.scales.significant - stored))
+        # Packed formats store the smallest codes; solvers choose scales that reach the largest.
+        codes = sorted(self.codebook, key=abs, reverse=self.name is not None)
+        for code in codes:
+            if code == 0 or (code < 0 and not self.signed):
+                continue
+            centre = self.round_scales(peaks / code)
+            for steps in sorted(range(-span, span + 1), key=abs):
+                yield code, self.scales.shift(centre.abs(), steps).copysign(centre)
+
+
+def _row_ranges(rows: int, columns: int) -> Iterator[slice]:
+    """Yield ranges of rows with few enough weights to bound the float64 temporaries."""
+    at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, columns))
+    for first in range(0, rows, at_a_time):
+        yield slice(first, first + at_a_time)
+
+
+@lru_cache
+def _nearest_codes(codebook: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the codes nearest to the ranges [i/2, (i + 1)/2) from the lowest code on."""
+    codes = torch.tensor(codebook, dtype=dtype, device=device)
+    middles = torch.arange(2 * codebook[0], 2 * codebook[-1] + 1, dtype=dtype, device=device) / 2
+    return codes[torch.bucketize(middles + 0.25, (codes[1:] + codes[:-1]) / 2)]
+
+
+def _significant_bits(dtype: torch.dtype) -> int:
+    return 1 - int(math.log2(torch.finfo(dtype).eps))
+
+
+def grid_of_bits(bits: int, group_size: int = GROUP_SIZE, *, zero_has_a_code: bool = False) -> Grid:
+    """Return the grid of this project's packed formats for a number of bits.
+
+    Codes q are integers with |q| ≤ 2^(bits − 1), at 8 bits |q| ≤ 127. Scales s have five
+    significant bits (1.xxxx·2ᵉ) at 3 and 4 bits, and one at 8, so that q·s is exact in bfloat16,
+    and a checkpoint in bfloat16, float16 or float32 holds exactly these values.
+
+    Args:
+        bits: Bits of a stored code: 3, 4 or 8.
+        group_size: Number of columns with one scale, ≥ 1.
+        zero_has_a_code: Whether zero is one of the 2^bits codes −2^(bits − 1) to 2^(bits − 1) − 1,
+            whose longer end the sign of the scale chooses. Otherwise zero has no code, as in
+            formats that store the positions of the other weights, and there is one more code.
+
+    Raises:
+        OptionError: `bits` or `group_size` is out of range.
+    """
+    if isinstance(bits, bool) or bits not in _SIGNIFICANT:
+        raise OptionError(f"`bits` must be 3, 4 or 8; got {bits!r}.")
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise OptionError(
+            f"`group_size` must be a positive number of columns, such as 64; got {group_size!r}."
+        )
+    largest = 127 if bits == 8 else 1 << (bits - 1)
+    # At 8 bits there are 255 codes, not 256: zero has one in any case.
+    highest = largest - (zero_has_a_code and bits < 8)
+    codebook = tuple(range(-largest, highest + 1))
+    return Grid(bits, group_size, codebook, ScaleType(_SIGNIFICANT[bits]))
+
+
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the numbers of E2M1."""
+
+_INT4, _INT8 = tuple(range(-8, 8)), tuple(range(-127, 128))
+
+GRIDS = {
+    str(grid): grid
+    for grid in (
+        Grid(3, 16, tuple(range(-4, 4)), _FLOAT16, "q3_k", steps=(-32, 31), together=16),
+        Grid(4, 32, _INT4, _FLOAT16, "q4_0"),
+        Grid(5, 32, tuple(range(-16, 16)), _FLOAT16, "q5_0"),
+        Grid(8, 32, _INT8, _FLOAT16, "q8_0"),
+        Grid(4, 32, tuple(range(16)), _FLOAT16, "q4_1", minimum=True),
+        Grid(5, 32, tuple(range(32)), _FLOAT16, "q5_1", minimum=True),
+        Grid(4, 32, tuple(range(16)), _FLOAT16, "q4_k", (0, 63), together=8, minimum=True),
+        Grid(5, 32, tuple(range(32)), _FLOAT16, "q5_k", (0, 63), together=8, minimum=True),
+        Grid(4, 32, _IQ4_NL, _FLOAT16, "iq4_nl"),
+        Grid(4, 32, _FP4, _POWER_OF_TWO, "mxfp4"),
+        *(Grid(4, size, _INT4, _BFLOAT16, f"int4-g{size}") for size in (32, 64, 128)),
+        *(Grid(8, size, _INT8, _BFLOAT16, f"int8-g{size}") for size in (32, 64, 128)),
+    )
+}
+"""The grids of engines by name: llama.cpp's types, and the integers of compressed-tensors, whose
+scales are bfloat16."""
+
+
+def grid_named(name: str, argument: str = "grid") -> Grid:
+    """Return the grid of an engine.
+
+    Args:
+        name: The name in `GRIDS`.
+        argument: The argument that names it, for messages.
+
+    Raises:
+        OptionError: There is no grid of that name; the message lists all.
+    """
+    if name not in GRIDS:
+        raise OptionError(f"`{argument}` must be one of {', '.join(GRIDS)}; got {name!r}.")
+    return GRIDS[name]
