@@ -9,7 +9,7 @@ from torch import Tensor
 from mrp_ground.arguments import checked, is_count, is_number
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
 from mrp_lightning.solver.hessian import InputHessian
-from mrp_lightning.solver.problem import check_weight, output_energy
+from mrp_lightning.solver.problem import Quality, check_weight, output_energy
 from mrp_lightning.solver.recipe import parse_method
 
 _PANEL = 64
@@ -286,42 +286,30 @@ METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 """The methods that remove whole columns."""
 
 
-@dataclass(frozen=True, eq=False)
-class ColumnSolution:
-    """A weight without some of its columns, and its losses.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ColumnSolution(Quality):
+    """A weight without some of its columns, and its `Quality`.
+
+    Unlike a `Solution`, it marks groups of columns that are removed in all rows, and knows the
+    optimal loss for them, since its solver is direct.
 
     Attributes:
         weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
             +0.0.
         removed: bool (groups,), True = removed, for each group of columns.
-        loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
-            tokens of ‖δ x‖².
-        damping_used: λ, which is added to the diagonal of H. Methods without an inverse do not add
-            it; for these it is `damping` times the mean diagonal.
-        damping_ratio: λ as a fraction of the mean diagonal of H: `damping`, or the value to which
-            it had to be raised.
-        swaps: Number of exchanges of a removed group for a kept one.
         greedy_loss: The damped loss of the optimum before the swaps; `None` for other methods.
-        optimal_loss: The damped loss of the optimum for `removed`; `None` for methods without
-            compensation.
-        gap: Certified relative distance of the damped loss to `optimal_loss`, before a cast to a
-            dtype narrower than float32; `None` for methods without compensation.
-        dead_inputs: Number of columns whose input was always zero.
-        target_loss: `loss` with δ measured from the target weight; `None` if the target is the
-            weight itself.
+        optimal_loss: The damped loss of the optimum for `removed`, to which `gap` is the distance;
+            `None` for methods without compensation.
     """
 
     weight: Tensor
     removed: Tensor
-    loss: float
     damping_used: float
     damping_ratio: float
-    swaps: int
-    greedy_loss: float | None
-    optimal_loss: float | None
-    gap: float | None
     dead_inputs: int
-    target_loss: float | None = None
+    swaps: int
+    greedy_loss: float | None = None
+    optimal_loss: float | None = None
 
 
 @checked(errors=ERROR_OF_ARGUMENT)

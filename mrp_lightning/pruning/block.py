@@ -377,30 +377,22 @@ class UnitRemover(_HessianRemover):
             # differently.
             narrower = block.job.processes.like_first_(solution.weight.contiguous())
         self._kept = (~solution.removed).nonzero()[:, 0].cpu()
-        raised = solution.damping_ratio > recipe.damping
         new_weights, rows = narrower.split([len(w) for w in weights]), []
         for layer, dense, new, zeros_before in zip(
             layers, weights, new_weights, zeros, strict=True
         ):
             wide = torch.promote_types(dense.dtype, torch.float32)
             change = new.to(wide) - dense.to(wide)
-            loss, energy = (output_energy(x, inputs.hessian) for x in (change, dense))
-            row = LayerReport(
+            row = LayerReport.of(
+                replace(solution, loss=output_energy(change, inputs.hessian)),
+                replace(recipe, grid=None),
                 name=layer.name,
-                shape=tuple(dense.shape),
-                method=recipe.method.name,
-                sparsity=structure.count / structure.units,
-                loss=loss,
-                relative_loss=loss / energy if energy else 0.0,
-                damping=solution.damping_used,
-                gap=solution.gap,
+                shape=dense.shape,
+                energy=output_energy(dense, inputs.hessian),
                 tokens=calibrated.tokens,
-                dead_inputs=solution.dead_inputs,
+                sparsity=structure.count / structure.units,
                 zeros_before=zeros_before or None,
-                raised_damping=solution.damping_ratio if raised else None,
-                target_loss=solution.target_loss,
                 own_target=None if aim is None else aim.own,
-                swaps=solution.swaps,
                 **used,
             )
             rows.append(row)

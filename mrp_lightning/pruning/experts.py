@@ -21,6 +21,7 @@ from mrp_lightning.narrowing.narrow import Call, Routing
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.problem import Quality
 
 _MOST_BYTES = 2**30
 """The most bytes of a block's stored tokens; of more tokens, every n-th is stored."""
@@ -70,16 +71,15 @@ class ExpertRemover(Remover):
         energy = tokens.energy()
         with torch.no_grad():
             layer.view[:, removed] = 0
-        row = LayerReport(
+        target_loss = None if block.dense_target is None else loss
+        row = LayerReport.of(
+            Quality(loss=own_loss, target_loss=target_loss, swaps=swaps),
+            job.settings.recipe,
             name=layer.name,
-            shape=tuple(layer.weight.shape),
-            method=job.settings.recipe.method.name,
-            sparsity=count / units,
-            loss=own_loss,
-            relative_loss=own_loss / energy if energy else 0.0,
-            target_loss=None if block.dense_target is None else loss,
+            shape=layer.weight.shape,
+            energy=energy,
             tokens=tokens.count,
-            swaps=swaps,
+            sparsity=count / units,
             seconds=time.perf_counter() - start,
         )
         block.add(row)

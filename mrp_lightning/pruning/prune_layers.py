@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
 from mrp_lightning.solver.hessian import InputHessian
-from mrp_lightning.solver.problem import dense_target, output_energy
-from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
+from mrp_lightning.solver.problem import Quality, dense_target, output_energy
+from mrp_lightning.solver.pruning import LayerTask, prune_together
 from mrp_lightning.solver.quantisation import put_on_grid
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
@@ -97,15 +97,24 @@ def prune_layers(
     ):
         # The loss is relative to the energy of the layer's outputs, ½·tr(W H Wᵀ), of all rows.
         energies = processes.numbers(output_energy(share, inputs.hessian))
-        energy = math.fsum(number for (number,) in energies)
-        rows.append(
-            replace(
-                _row(layer, task.recipe, calibrated, solution, mask),
-                relative_loss=solution.loss / energy if energy else 0.0,
-                already_pruned=holds,
-                **_part(used, task.weight, weights),
-            )
+        zeros_before = _fraction(mask)
+        zeros_now = (solution.weight == 0) & (solution.pruned | mask)
+        row = LayerReport.of(
+            solution,
+            task.recipe,
+            name=layer.name,
+            shape=mask.shape,
+            energy=math.fsum(number for (number,) in energies),
+            tokens=calibrated.tokens,
+            sparsity=float(solution.pruned.float().mean()),
+            zeros_before=zeros_before or None,
+            zeros=_fraction(zeros_now) if zeros_before else None,
+            already_pruned=holds,
+            shared_hessian=calibrated.shared,
+            own_target=None if aim is None else aim.own,
+            **_part(used, task.weight, weights),
         )
+        rows.append(row)
     for layer, solution in zip(layers, solutions, strict=True):
         layer.write_(solution.weight)
     parameters = [solution.grid_parameters for solution in solutions]
@@ -123,38 +132,6 @@ def _by_name(
         return {}
     pairs = zip(layers, parameters, strict=True)
     return {layer.name: of_layer for layer, of_layer in pairs if of_layer is not None}
-
-
-def _row(
-    layer: Layer, recipe: Recipe, calibrated: Calibrated, solution: Solution, zeros: Tensor
-) -> LayerReport:
-    """Return the report row of a pruned layer; `zeros` marks its zeros before the pruning."""
-    zeros_before = _fraction(zeros)
-    raised = solution.damping_ratio > recipe.damping
-    return LayerReport(
-        name=layer.name,
-        shape=tuple(zeros.shape),
-        method=recipe.method.name,
-        sparsity=float(solution.pruned.float().mean()),
-        loss=solution.loss,
-        damping=solution.damping_used,
-        iterations=solution.iterations,
-        gap=solution.gap,
-        tokens=calibrated.tokens,
-        dead_inputs=solution.dead_inputs,
-        zeros_before=zeros_before or None,
-        zeros=_fraction((solution.weight == 0) & (solution.pruned | zeros))
-        if zeros_before
-        else None,
-        shared_hessian=calibrated.shared,
-        raised_damping=solution.damping_ratio if raised else None,
-        target_loss=solution.target_loss,
-        own_target=None if calibrated.aim is None else calibrated.aim.own,
-        fallback_mask=solution.fallback_mask,
-        bits=None if recipe.grid is None else recipe.grid.bits,
-        zeros_loss=solution.zeros_loss,
-        grid_loss=solution.grid_loss,
-    )
 
 
 def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
@@ -183,22 +160,8 @@ def put_layers_on_grid(
     replaced = []
     for layer, row, dense, (weight, _, lost) in zip(layers, rows, weights, quantised, strict=True):
         layer.write_(weight)
-        assert row.loss is not None
-        whole = row.loss + lost
-        relative = (row.relative_loss or 0.0) * (whole / row.loss if row.loss else 1.0)
-        seconds = (row.seconds or 0.0) + _part(used, dense, weights)["seconds"]
-        replaced.append(
-            replace(
-                row,
-                loss=whole,
-                relative_loss=relative,
-                seconds=seconds,
-                bits=recipe.grid.bits,
-                target_loss=None if row.target_loss is None else row.target_loss + lost,
-                zeros_loss=row.loss,
-                grid_loss=lost,
-            )
-        )
+        seconds = _part(used, dense, weights)["seconds"]
+        replaced.append(row.on_grid(lost, recipe.grid.bits, seconds))
     return replaced, _by_name(layers, recipe, [parameters for _, parameters, _ in quantised])
 
 
@@ -229,21 +192,21 @@ def quantise_head(
             energies.append(output_energy(rows, inputs.hessian))
         damped = inputs.damped(recipe.damping)
     layer.write_(quantised)
-    loss, energy = math.fsum(losses), math.fsum(energies)
-    row = LayerReport(
-        name=layer.name,
-        shape=tuple(weight.shape),
-        method=recipe.method.name,
-        loss=loss,
-        relative_loss=loss / energy if energy else 0.0,
-        damping=damped.ratio * inputs.mean_diagonal,
-        tokens=calibrated.tokens,
+    quality = Quality(
+        loss=math.fsum(losses),
+        damping_used=damped.ratio * inputs.mean_diagonal,
+        damping_ratio=damped.ratio,
         dead_inputs=inputs.dead_inputs,
-        raised_damping=damped.ratio if damped.ratio > recipe.damping else None,
+        zeros_loss=0.0,  # nothing is removed
+    )
+    row = LayerReport.of(
+        quality,
+        recipe,
+        name=layer.name,
+        shape=weight.shape,
+        energy=math.fsum(energies),
+        tokens=calibrated.tokens,
         own_target=None if calibrated.aim is None else calibrated.aim.own,
-        bits=recipe.grid.bits,
-        zeros_loss=0.0,
-        grid_loss=loss,
         **used,
     )
     return [row], _by_name([layer], recipe, [GridParameters.concatenated(parts)])

@@ -1,12 +1,12 @@
 """`pruning_report.json`: the results of a run for each layer and block."""
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import versions
@@ -15,6 +15,12 @@ from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import listed
+
+if TYPE_CHECKING:
+    from mrp_lightning.solver.problem import Quality
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +125,81 @@ class LayerReport(_Row):
         *("gap", "seconds", "tokens", "dead_inputs", "skipped"),
     )
 
+    @classmethod
+    def of(
+        cls,
+        quality: "Quality",
+        recipe: Recipe,
+        *,
+        name: str,
+        shape: Sequence[int],
+        energy: float,
+        tokens: int,
+        **others: Any,
+    ) -> "LayerReport":
+        """Return the row of a layer that is pruned.
+
+        Args:
+            quality: The losses of its solution, and what the solver did for it.
+            recipe: The recipe of the layer.
+            name: The name of the layer in the checkpoint.
+            shape: The shape of the weight, (rows, columns).
+            energy: The mean over the calibration tokens of ‖wx‖², to which the loss is relative.
+            tokens: The number of calibration tokens that the layer saw.
+            others: Attributes of the row that neither solution nor recipe has, by name.
+        """
+        ratio = quality.damping_ratio
+        return cls(
+            name=name,
+            shape=tuple(shape),
+            method=recipe.method.name,
+            loss=quality.loss,
+            # A layer whose outputs were all zero has lost nothing.
+            relative_loss=quality.loss / energy if energy else 0.0,
+            damping=quality.damping_used,
+            iterations=quality.iterations,
+            gap=quality.gap,
+            tokens=tokens,
+            dead_inputs=quality.dead_inputs,
+            raised_damping=ratio if ratio is not None and ratio > recipe.damping else None,
+            target_loss=quality.target_loss,
+            fallback_mask=quality.fallback_mask,
+            swaps=quality.swaps,
+            bits=None if recipe.grid is None else recipe.grid.bits,
+            zeros_loss=quality.zeros_loss,
+            grid_loss=quality.grid_loss,
+            **others,
+        )
+
+    @classmethod
+    def left_dense(
+        cls, name: str, shape: Sequence[int], reason: str, block: str | None = None
+    ) -> "LayerReport":
+        """Return the row of a layer that stays dense, for a reason, and log it."""
+        log.info("%s is left dense: %s", name, reason)
+        return cls(name=name, shape=tuple(shape), skipped=reason, block=block)
+
+    def on_grid(self, lost: float, bits: int, seconds: float) -> "LayerReport":
+        """Return the row of this layer after its kept weights were put on a grid.
+
+        Args:
+            lost: The loss of the grid alone, relative to the weights before.
+            bits: The bits of a kept weight.
+            seconds: The time that this took.
+        """
+        assert self.loss is not None
+        whole = self.loss + lost
+        return replace(
+            self,
+            loss=whole,
+            relative_loss=(self.relative_loss or 0.0) * (whole / self.loss if self.loss else 1.0),
+            seconds=(self.seconds or 0.0) + seconds,
+            bits=bits,
+            target_loss=None if self.target_loss is None else self.target_loss + lost,
+            zeros_loss=self.loss,
+            grid_loss=lost,
+        )
+
     @property
     def zero_fraction(self) -> float:
         """The fraction of the weights that are zero by this pruning or an earlier one."""
@@ -154,8 +235,6 @@ class BlockReport(_Row):
     epoch: int | None = None
     seconds: float | None = None
 
-
-log = logging.getLogger(__name__)
 
 NAME = "pruning_report.json"
 FORMAT_VERSION = 1
@@ -220,8 +299,7 @@ class PruningReport:
         self, name: str, shape: tuple[int, ...], reason: str, block: str | None = None
     ) -> None:
         """Add a layer that stays dense, with the reason and the name of its block."""
-        log.info("%s is left dense: %s", name, reason)
-        self.layers.append(LayerReport(name=name, shape=shape, skipped=reason, block=block))
+        self.layers.append(LayerReport.left_dense(name, shape, reason, block))
 
     def add(self, row: LayerReport) -> None:
         """Add a layer that is pruned."""

@@ -111,6 +111,55 @@ class Problem:
         return self.total(output_energy(weight.to(aim.dtype) - aim, self.inputs.hessian))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """The losses of a layer's solution, and the effort of the solver.
+
+    `Solution`, in which single weights are removed, and `ColumnSolution`, in which whole columns
+    are, add their weights.
+
+    Attributes:
+        loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
+            tokens of ‖δ x‖².
+        damping_used: λ, which is added to the diagonal of H. Methods without an inverse add
+            nothing; for these it is `damping` times the mean diagonal. `None` if there is no H.
+        damping_ratio: λ as a fraction of the mean diagonal of H: the given damping, or the value to
+            which it had to be raised. `None` if there is no H.
+        iterations: The number of conjugate gradient iterations; `None` for methods without.
+        gap: The certified relative distance of the damped loss to the optimal one for the removed
+            weights, before a cast to a narrower dtype, and before `bits`; `None` for methods that
+            do not seek the optimum.
+        dead_inputs: The number of columns whose input was always zero; `None` if there is no H.
+        target_loss: `loss` with δ measured from the target weight; `None` if the target is the
+            weight itself.
+        fallback_mask: The mask that replaced that of the method, because the latter lost more even
+            than this one without compensation; usually `None`. See `prune_weight`.
+        zeros_loss: With a grid, the loss before the kept weights are put on it, else `None`.
+        swaps: The number of exchanges of a removed unit, or group of columns, for a kept one;
+            `None` if no whole columns are removed.
+    """
+
+    loss: float
+    damping_used: float | None = None
+    damping_ratio: float | None = None
+    iterations: int | None = None
+    gap: float | None = None
+    dead_inputs: int | None = None
+    target_loss: float | None = None
+    fallback_mask: str | None = None
+    zeros_loss: float | None = None
+    swaps: int | None = None
+
+    @property
+    def grid_loss(self) -> float | None:
+        """The part of `loss` that the grid adds.
+
+        It is the loss of the grid alone if the weight was the optimum for its zeros. Otherwise it
+        may be negative, since the grid's error feedback also compensates for the removed weights.
+        """
+        return None if self.zeros_loss is None else self.loss - self.zeros_loss
+
+
 def output_energy(change: Tensor, hessian: Tensor) -> float:
     """Return ½·tr(δ H δᵀ), the mean over the calibration tokens of ‖δ x‖², H undamped.
 

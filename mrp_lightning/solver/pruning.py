@@ -23,61 +23,29 @@ from mrp_lightning.solver.compensations import Compensated, ExactCompensation
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Given, Joint, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.problem import Problem, check_weight
+from mrp_lightning.solver.problem import Problem, Quality, check_weight
 from mrp_lightning.solver.quantisation import gather_parameters, on_grid
 from mrp_lightning.solver.recipe import Method, Recipe
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A pruned weight and how good it is.
+@dataclass(frozen=True, kw_only=True)
+class Solution(Quality):
+    """A weight without some of its weights, and its `Quality`.
 
     Attributes:
         weight: The new weight, (rows, columns), in the dtype of the input; removed weights are
             +0.0.
         pruned: bool (rows, columns), True = removed.
-        loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
-            tokens of ‖δ x‖².
-        damping_used: λ, what was added to the diagonal of H. Methods without an inverse add
-            nothing; then it is what the given damping would have added.
-        damping_ratio: Fraction of the mean diagonal of H that λ is: the given damping, or what it
-            had to be raised to.
-        iterations: Number of conjugate gradient iterations; None for methods without.
-        gap: Certified relative distance of the damped loss to the optimal one for `pruned`, before
-            a cast to a narrower dtype, and before `bits`; None for methods that do not seek the
-            optimum.
-        dead_inputs: Number of columns whose input was always zero.
-        target_loss: The same as `loss`, but against the target weight; None where the target is the
-            weight itself.
-        fallback_mask: The mask that replaced that of the method, because the latter lost more even
-            than this one without compensation; usually None. See `prune_weight`.
-        zeros_loss: With `bits`, the loss before the kept weights are put on their grid; None
-            without `bits`.
         grid_parameters: The scales, and minima if it has them, of the weight on its grid, on the
-            CPU; None without a grid.
+            CPU; `None` without a grid.
     """
 
     weight: Tensor
     pruned: Tensor
-    loss: float
     damping_used: float
     damping_ratio: float
-    iterations: int | None
-    gap: float | None
     dead_inputs: int
-    target_loss: float | None = None
-    fallback_mask: str | None = None
-    zeros_loss: float | None = None
     grid_parameters: GridParameters | None = None
-
-    @property
-    def grid_loss(self) -> float | None:
-        """The part of `loss` that the grid adds.
-
-        It is the loss of the grid alone if the weight was the optimum for its zeros. Otherwise it
-        may be negative, since the grid's error feedback also compensates for the removed weights.
-        """
-        return None if self.zeros_loss is None else self.loss - self.zeros_loss
 
 
 @checked(errors=ERROR_OF_ARGUMENT)
