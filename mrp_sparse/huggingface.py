@@ -8,7 +8,6 @@ its modules that are there by then, and not for its models.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,8 +20,8 @@ from mrp_ground.errors import FormatError, OptionError
 from mrp_sparse.eight_bit_head import EightBitLinear, Head
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
-from mrp_sparse.formats.eight_bit import VERSION as HEAD_VERSION
 from mrp_sparse.formats.packed_format import NOTE
+from mrp_sparse.formats.settings import check_settings
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.packed_linear import (
     Bitmask4Linear,
@@ -57,25 +56,11 @@ class PackedConfig(QuantizationConfigMixin):
         **unknown: Any,
     ) -> None:
         form = self.layer.FORMAT
-        if format_version is not None:
-            _check_version("format_version", format_version, form.version)
-        if unknown or quant_method not in (None, form.quant_method):
-            raise FormatError(
-                f"`quantization_config`: expected `quant_method` {form.quant_method}, "
-                f"`format_version`, `modules` and maybe `head`. Got {quant_method!r}, and also "
-                f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
-            )
-        problems = list(_problems_of_modules(modules, counted=form.count is not None))
+        # transformers calls with nothing, or with all keys of a file.
+        given = {"format_version": format_version, "quant_method": quant_method, "head": head}
+        present = {key: value for key, value in given.items() if value is not None}
+        check_settings(form, {"modules": modules, **present, **unknown})
         if head is not None:
-            problems += _problems_of_head(head)
-        if problems:
-            listed = "\n".join(f"  {problem}" for problem in problems)
-            raise FormatError(
-                "`quantization_config` is not as mrp-lightning writes it. Export the pruned model "
-                f"again.\n{listed}"
-            )
-        if head is not None:
-            _check_version("head.format_version", head["format_version"], HEAD_VERSION)
             self.head = {key: head[key] for key in ("module", "format_version")}
         self.quant_method: Any = form.quant_method
         self.format_version = form.version
@@ -89,39 +74,6 @@ class PackedConfig(QuantizationConfigMixin):
         if argument:
             return {name: {argument: count} for name, count in dict(self.modules).items()}
         return {name: {} for name in self.modules}
-
-
-def _check_version(key: str, version: int, expected: int) -> None:
-    if version != expected:
-        raise FormatError(
-            f"`quantization_config.{key}` is {version!r}, but this version of mrp-lightning reads "
-            f"{expected}. Install the version that wrote it, or export the pruned model again."
-        )
-
-
-def _problems_of_modules(modules: Any, *, counted: bool) -> Iterator[str]:
-    """Yield the problems of `modules`: a list of names or, if counted, sizes by name."""
-    if isinstance(modules, list | tuple | dict) and not modules:
-        return
-    if counted and isinstance(modules, dict):
-        for name, size in modules.items():
-            if type(size) is not int or size < 0:
-                yield f"`modules.{name}` is {shortened(size)}, expected a whole number from 0"
-    elif not counted and isinstance(modules, list | tuple):
-        for i, name in enumerate(modules):
-            if not isinstance(name, str):
-                yield f"`modules[{i}]` is {shortened(name)}, expected a name"
-    else:
-        expected = "an object of sizes by name" if counted else "a list of names"
-        yield f"`modules` is {shortened(modules)}, expected {expected}"
-
-
-def _problems_of_head(head: Any) -> Iterator[str]:
-    """Yield the problems of `head`: the name of a module, and the version of the format."""
-    for key, kind in (("module", str), ("format_version", int)):
-        value = head.get(key) if isinstance(head, Mapping) else None
-        if type(value) is not kind:
-            yield f"`head.{key}` is {shortened(value)}, expected {kind.__name__}"
 
 
 class PackedQuantizer(HfQuantizer):

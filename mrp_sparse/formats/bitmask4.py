@@ -33,7 +33,7 @@ def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, num_bytes: int) -> 
 def count_bytes(weight: Tensor) -> int:
     """Return the number of bytes of a weight's nibbles."""
     return sum(
-        int(_bytes_of_groups((rows != 0).sum(2)).sum())
+        int(bytes_of_groups((rows != 0).sum(2)).sum())
         for rows in map(GRID.grouped, _some_rows(weight))
     )
 
@@ -74,7 +74,7 @@ def _pack_rows(codes: Tensor) -> Tensor:
     places = torch.where(kept, kept.cumsum(1) - 1, GROUP)
     front = nibbles.new_zeros(len(groups), GROUP + 1).scatter_(1, places, nibbles)
     pairs = front[:, 0:GROUP:2] | front[:, 1:GROUP:2] << 4
-    return pairs[_first(_bytes_of_groups(kept.sum(1)), GROUP // 2)]
+    return pairs[_first(bytes_of_groups(kept.sum(1)), GROUP // 2)]
 
 
 def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tensor:
@@ -88,7 +88,7 @@ def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tenso
         return scales.new_zeros(rows, columns)
     # The n-th stored code of a group is nibble n % 2 of its byte n // 2.
     number = kept.cumsum(2, dtype=torch.int32) - 1
-    lengths = _bytes_of_groups(number[:, :, -1] + 1).flatten()
+    lengths = bytes_of_groups(number[:, :, -1] + 1).flatten()
     starts = lengths.cumsum(0, dtype=torch.int32) - lengths
     byte = (starts.view(rows, groups, 1) + (number >> 1)).clamp(0, nibbles.numel() - 1)
     pairs = nibbles.index_select(0, byte.flatten()).view(kept.shape)
@@ -123,9 +123,7 @@ def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str |
 
 def _lengths(bits: Tensor) -> Tensor:
     """Return the bytes of the nibbles of each row, int64 (rows,)."""
-    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8)))
-    groups = padded.view(-1, GROUP // 8)
-    lengths = _bytes_of_groups(count_bits(groups))
+    lengths = bytes_of_groups(count_bits(groups_of_bits(bits)))
     return lengths.view(len(bits), -1).sum(dim=1)
 
 
@@ -136,8 +134,14 @@ def _kept_by_group(bits: Tensor) -> Tensor:
     return (padded[:, :, None] >> shifts & 1).bool().view(len(bits), -1, GROUP)
 
 
-def _bytes_of_groups(counts: Tensor) -> Tensor:
+def bytes_of_groups(counts: Tensor) -> Tensor:
+    """Return the bytes of the nibbles of groups with so many kept weights."""
     return counts + 1 >> 1
+
+
+def groups_of_bits(bits: Tensor) -> Tensor:
+    """Return the bits (rows, bytes) group after group, uint8 (rows · groups, 8)."""
+    return torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8))).view(-1, GROUP // 8)
 
 
 def _first(counts: Tensor, width: int) -> Tensor:

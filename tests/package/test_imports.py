@@ -41,7 +41,7 @@ ORDER = {
         "commands",
     ),
     "mrp_ground": ("errors", "arguments", "json_files", "environment", "grid", "upstream"),
-    "mrp_sparse": ("formats", "kernels"),
+    "mrp_sparse": ("formats", "kernels", "vllm"),
     "export": ("backends", "loading", "conversion", "timing", "comparison"),
     "callbacks": (),
 }

@@ -1,0 +1,65 @@
+"""Rows and columns of a packed weight, cut out without unpacking it.
+
+A worker of a tensor-parallel group holds some rows or some columns of a weight. Rows may be cut
+anywhere. Columns may be cut where a byte of their places begins, and in four bits where a group
+begins, since its scale and its first nibble do.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mrp_sparse.formats.bitmask import BITMASK, BYTE, bytes_of, count_bits
+from mrp_sparse.formats.bitmask4 import BITMASK4, GROUP, bytes_of_groups, groups_of_bits, num_groups
+from mrp_sparse.formats.packed_format import PackedFormat
+
+
+def rows(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+    """Return the packed tensors of the rows from `begin` to before `end`, as views.
+
+    Args:
+        form: The format.
+        tensors: The packed tensors of a weight, in the order of the format.
+        begin: The first row.
+        end: The row after the last.
+    """
+    values, *others = tensors
+    first, last = begin, end
+    if form.row_offsets is not None:
+        offsets = form.row_offsets(others[0])
+        first, last = (int(offsets[r]) if r < len(offsets) else len(values) for r in (begin, end))
+    return [values[first:last], *(other[begin:end] for other in others)]
+
+
+def unit(form: PackedFormat) -> int:
+    """Return the number of columns of which both ends of a slice are multiples."""
+    return GROUP if form is BITMASK4 else BYTE
+
+
+def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+    """Return the packed tensors of the columns from `begin` to before `end`.
+
+    Args:
+        form: The format.
+        tensors: The packed tensors of a weight, in the order of the format.
+        begin: The first column, a multiple of `unit(form)`.
+        end: The column after the last, such a multiple or the number of columns.
+    """
+    values, places, *_ = tensors
+    first, last = begin // BYTE, bytes_of(end)
+    if form is BITMASK4:
+        groups = slice(begin // GROUP, num_groups(end))
+        lengths = bytes_of_groups(count_bits(groups_of_bits(places)).view(len(places), -1))
+        inside = torch.zeros_like(lengths, dtype=torch.bool)
+        inside[:, groups] = True
+        chosen = inside.flatten().repeat_interleave(lengths.flatten())
+        return [values[chosen], places[:, first:last], tensors[2][:, groups]]
+    if form is BITMASK:
+        # Runs of values alternate: those before the slice in a row, in it, and after it.
+        parts = (places[:, :first], places[:, first:last], places[:, last:])
+        runs = torch.stack([count_bits(part) for part in parts], dim=1)
+        inside = torch.tensor([False, True, False]).expand_as(runs)
+        chosen = inside.flatten().repeat_interleave(runs.flatten())
+        return [values[chosen], places[:, first:last]]
+    return [values[:, begin // 2 : end // 2], places[:, first:last]]

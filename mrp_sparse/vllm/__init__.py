@@ -1,0 +1,35 @@
+"""The packed formats in vLLM: a plug-in that vLLM finds by its entry point.
+
+vLLM is imported here alone, and only when vLLM itself calls `register`.
+"""
+
+import logging
+import re
+
+OLDEST, NEWEST = "0.29", "0.32"
+"""The first and the last minor version of vLLM with which the serving tests were run."""
+
+
+def register() -> None:
+    """Register the quantization methods of the packed formats; safe to call again.
+
+    vLLM calls this in each of its processes, before it reads a model.
+    """
+    from vllm import __version__ as version
+
+    if not _is_tested(version):
+        # A child of vLLM's logger, whose handlers write to the terminal.
+        logging.getLogger(f"vllm.{__name__}").warning(
+            "mrp-sparse was tested with vLLM %s to %s; this is %s. If packed models fail to load, "
+            "install one of these, or a newer mrp-sparse.",
+            *(OLDEST, NEWEST, version),
+        )
+    from mrp_sparse.vllm import configuration, reading
+
+    configuration.register()
+    reading.register()
+
+
+def _is_tested(version: str) -> bool:
+    numbers = [tuple(map(int, re.findall(r"\d+", v)[:2])) for v in (OLDEST, version, NEWEST)]
+    return numbers == sorted(numbers)

@@ -1,0 +1,182 @@
+"""`quantization_config` of a packed directory in vLLM, and which method runs each of its layers.
+
+layer of vLLM                            method
+all of its parts are packed              PackedMethod: multiplies with the packed tensors
+some are (q of q, k and v)               PartlyPackedMethod: unpacked while they are read
+none is                                  vLLM's own
+head of 8 bits, and its tied embeddings  EightBitMethod
+experts                                  vLLM's own: no format packs them
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+from mrp_sparse.errors import FormatError
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.packed_format import PackedFormat
+from mrp_sparse.formats.settings import check_settings
+from mrp_sparse.formats.sparse24 import SPARSE24
+from mrp_sparse.vllm.head import EightBitMethod
+from mrp_sparse.vllm.linear import PackedMethod, PartlyPackedMethod
+
+log = init_logger(f"vllm.{__name__}")
+
+
+class PackedConfig(QuantizationConfig):
+    """`quantization_config` of a packed directory; `mrp_sparse/FORMAT.md` describes it.
+
+    Args:
+        modules: The names of the packed layers.
+        head: The name of the head of 8 bits, if there is one.
+
+    Attributes:
+        claimed: The names of the packed layers, and of the head, that layers of vLLM will read.
+        is_tied: Whether the embeddings are read from the head of 8 bits, too.
+    """
+
+    form: ClassVar[PackedFormat]
+
+    def __init__(self, modules: Any = (), head: str | None = None) -> None:
+        super().__init__()
+        self.modules = {*modules}
+        self.head = head
+        self.claimed: set[str] = set()
+        self.is_tied = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.modules)} packed layers)"
+
+    @classmethod
+    def get_name(cls) -> Any:
+        """Return the `quant_method`."""
+        return cls.form.quant_method
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability of CUDA devices, in tenths, from which it runs."""
+        return 70
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of activations that the kernels multiply."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no names: the settings are in `config.json`."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PackedConfig":
+        """Return the configuration of a directory.
+
+        Raises:
+            FormatError: It was written in another version of the format, or is damaged.
+        """
+        settings: Mapping[str, Any] = {"format_version": None, **config}
+        check_settings(cls.form, settings)
+        return cls(settings.get("modules", ()), settings.get("head", {}).get("module"))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Rename the layers as vLLM's class of model renames them."""
+        self.modules = {*hf_to_vllm_mapper.apply_list(sorted(self.modules))}
+        if self.head is not None:
+            (self.head,) = hf_to_vllm_mapper.apply_list([self.head])
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return what runs a layer; `None` where vLLM's own method does."""
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._method_of_vocabulary(layer, prefix)
+        if isinstance(layer, LinearBase):
+            return self._method_of_linear(prefix)
+        inside = sorted(name for name in self.modules if name.startswith(f"{prefix}."))
+        if inside:
+            raise FormatError(
+                f"{prefix}: vLLM stores the {len(inside)} packed layers in this "
+                f"{type(layer).__name__}, such as {inside[0]}, as one dense tensor. Leave them "
+                "dense: export with `--skip`."
+            )
+        if any(word in type(layer).__name__ for word in ("MoE", "Experts")):
+            log.info_once("Experts are multiplied densely: %s packs none.", self.form.quant_method)
+        return None
+
+    def _method_of_linear(self, prefix: str) -> Any:
+        parent, _, name = prefix.rpartition(".")
+        parts = [
+            f"{parent}.{part}".removeprefix(".")
+            for part in self.packed_modules_mapping.get(name, [name])
+        ]
+        packed = [part for part in parts if part in self.modules]
+        self.claimed.update(packed)
+        if not packed:
+            return UnquantizedLinearMethod()
+        if len(packed) == len(parts):
+            return PackedMethod(self.form)
+        log.info("%s is dense: only %s of its parts are packed.", prefix, ", ".join(packed))
+        return PartlyPackedMethod(self.form)
+
+    def _method_of_vocabulary(self, layer: nn.Module, prefix: str) -> Any:
+        is_head = isinstance(layer, ParallelLMHead)
+        if is_head and prefix in self.modules:
+            self.claimed.add(prefix)
+            return PackedMethod(self.form)
+        if self.head is None:
+            return None
+        self.is_tied = _is_tied()
+        if not self.is_tied and not (is_head and prefix == self.head):
+            return None
+        self.claimed.add(self.head)
+        return EightBitMethod()
+
+
+def _is_tied() -> bool:
+    """Return whether the model's embeddings are tied to its head, by its own configuration.
+
+    vLLM unties them where the files hold a head, which those of a tied head of 8 bits do.
+    """
+    model = get_current_vllm_config().model_config
+    untied_by_files = getattr(model, "word_embeddings_untied_by_checkpoint", False)
+    return untied_by_files or getattr(model.hf_config, "tie_word_embeddings", False)
+
+
+# vLLM pickles configurations to its workers, so that the classes need names in this module.
+class Sparse24Config(PackedConfig):
+    """`quantization_config` of 2:4 weights."""
+
+    form = SPARSE24
+
+
+class BitmaskConfig(PackedConfig):
+    """`quantization_config` of bitmasks."""
+
+    form = BITMASK
+
+
+class Bitmask4Config(PackedConfig):
+    """`quantization_config` of bitmasks of four bits."""
+
+    form = BITMASK4
+
+
+CONFIGS = {
+    config.form.quant_method: config for config in (Sparse24Config, BitmaskConfig, Bitmask4Config)
+}
+"""The classes of configurations by `quant_method`."""
+
+
+def register() -> None:
+    """Register the configurations with vLLM."""
+    for method, config in CONFIGS.items():
+        register_quantization_config(method)(config)

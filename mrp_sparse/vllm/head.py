@@ -1,0 +1,66 @@
+"""A head of 8 bits in vLLM, and the embeddings that are read from it where they are tied."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from mrp_sparse.formats import eight_bit
+from mrp_sparse.formats.packed_format import PackedFormat
+from mrp_sparse.kernels import operator
+from mrp_sparse.vllm.linear import PackedMethod
+
+
+def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    del count
+    return torch.empty(shape, dtype=torch.int8), torch.empty(shape[0], dtype=dtype)
+
+
+EIGHT_BIT = PackedFormat(
+    option="head",
+    suffix="",
+    quant_method="a head of 8 bits",
+    version=eight_bit.VERSION,
+    companions=("weight_scales",),
+    count=None,
+    pack=eight_bit.pack,
+    unpack=lambda codes, scales, _: eight_bit.unpack(codes, scales),
+    empty=_empty,
+    damage=lambda codes, scales, _: eight_bit.damage(codes, scales),
+    why_not=lambda shape: eight_bit.why_not_rounded(shape[1]),
+    num_bytes=lambda shape, dtype, _: shape[0] * (shape[1] + dtype.itemsize),
+)
+"""The stored form of a head, with the functions of a packed format: `PackedMethod` reads it."""
+
+
+class EightBitMethod(PackedMethod):
+    """Multiplies with numbers of 8 bits, and looks embeddings up in them."""
+
+    def __init__(self) -> None:
+        super().__init__(EIGHT_BIT)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits x Wᵀ + bias for x (..., columns)."""
+        return operator.linear8(x, layer.weight, layer.weight_scales, bias)
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Return the embeddings (..., columns) of token ids (...)."""
+        return eight_bit.unpack(layer.weight[input_], layer.weight_scales[input_])
+
+    def tie_weights(self, layer: ParallelLMHead, embed_tokens: Any) -> ParallelLMHead:
+        """Let a head use the tensors of the embeddings, which are read under their name."""
+        layer.tied_to = (embed_tokens,)  # in a tuple, so that it is no submodule of the head
+        for name in ("weight", "weight_scales"):
+            setattr(layer, name, getattr(embed_tokens, name))
+        layer.arrivals = embed_tokens.arrivals
+        return layer
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Join what was read; a tied head takes it from its embeddings."""
+        (table,) = getattr(layer, "tied_to", (layer,))
+        if hasattr(table, "packed_parts"):
+            super().process_weights_after_loading(table)
+        layer.weight, layer.weight_scales = table.weight, table.weight_scales
+        for name in ("arrivals", "packed_parts"):
+            layer.__dict__.pop(name, None)

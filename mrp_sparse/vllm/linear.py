@@ -1,0 +1,374 @@
+"""Layers of vLLM that multiply with packed weights, and how these are read.
+
+A layer of vLLM may hold several of the checkpoint (`qkv_proj`), and with tensor parallelism only
+some of their rows or columns. The packed tensors of each arrive one by one and in any order. Once
+all of one are there, they are checked whole and cut to what this worker multiplies with; after the
+last one, the rows of all parts are joined. So reading takes the memory of the packed weights and of
+one layer.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from mrp_sparse.errors import FormatError
+from mrp_sparse.formats import slices
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.packed_format import PackedFormat
+from mrp_sparse.kernels import compiled, operator
+from mrp_sparse.vllm.marks import as_in_file, is_from_file
+
+EXPORT_AGAIN = "Export the pruned model again."
+_SHARDS = {"q": 0, "k": 1, "v": 2}
+_KNOWN = (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+"""The classes whose parts `parts_of` knows, and their subclasses that read weights like them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of the checkpoint in a layer of vLLM, and the rows of it that this worker holds.
+
+    Attributes:
+        rows: Number of rows in the checkpoint.
+        begin: The worker's first row.
+        end: The row after its last.
+        padding: Rows of zeros that follow, of a vocabulary that workers share evenly.
+    """
+
+    rows: int
+    begin: int
+    end: int
+    padding: int = 0
+
+
+def parts_of(layer: Any, sizes: Sequence[int], output_size: int) -> list[Part]:
+    """Return the parts of a layer of vLLM.
+
+    Args:
+        layer: The layer.
+        sizes: The rows of each part on this worker.
+        output_size: The rows of all parts on all workers.
+    """
+    if isinstance(layer, VocabParallelEmbedding):
+        shard = layer.shard_indices
+        begin, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        return [Part(layer.org_vocab_size, begin, end, sizes[0] - (end - begin))]
+    if sum(sizes) == output_size:
+        return [Part(size, 0, size) for size in sizes]
+    parts = []
+    for index, size in enumerate(sizes):
+        # Where workers outnumber the heads of keys and values, several hold the same head.
+        copies = getattr(layer, "num_kv_head_replicas", 1) if index else 1
+        rank = layer.tp_rank // copies
+        parts.append(Part(size * layer.tp_size // copies, rank * size, (rank + 1) * size))
+    return parts
+
+
+class Arrivals:
+    """The packed tensors of a layer of vLLM while they are read.
+
+    Args:
+        layer: The layer, for messages.
+        form: The format of its packed parts.
+        num_parts: The number of its parts, packed or not.
+        receive: `receive(parts, tensors)` is called with all packed tensors of one layer of the
+            checkpoint, and the indices of the parts that it is; returns what is wrong with them.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        form: PackedFormat,
+        num_parts: int,
+        receive: Callable[[list[int], list[Tensor]], str | None],
+    ) -> None:
+        self.prefix = getattr(layer, "prefix", "") or type(layer).__name__
+        self.names = names_of(form)
+        self._receive = receive
+        self._waiting: dict[Any, dict[str, Tensor]] = {}
+        self._num_parts = num_parts
+        self._missing = set(range(num_parts))
+        self._wrong: list[str] = []
+
+    def take(self, name: str, param: Any, tensor: Tensor, shard: Any = None) -> None:
+        """Take one tensor of a packed part, as the `weight_loader` of a parameter."""
+        del param
+        if not is_from_file(tensor):
+            self._wrong.append(
+                f"{name} is not as in the file: this class of model rearranges it while reading, "
+                "or the load format is not vLLM's own"
+            )
+            self.arrived(shard)
+            return
+        waiting = self._waiting.setdefault(shard, {})
+        waiting[name] = as_in_file(tensor)
+        if len(waiting) == len(self.names):
+            del self._waiting[shard]
+            wrong = self._receive(self.indices(shard), [waiting[name] for name in self.names])
+            self._wrong += [wrong] if wrong else []
+            self.arrived(shard)
+
+    def arrived(self, shard: Any) -> None:
+        """Note that a part needs no more tensors."""
+        self._missing -= set(self.indices(shard))
+
+    def indices(self, shard: Any) -> list[int]:
+        """Return the parts that vLLM means by a shard; `None` is all, fused in the checkpoint."""
+        if shard is None:
+            return list(range(self._num_parts))
+        return list(shard) if isinstance(shard, tuple) else [_SHARDS.get(shard, shard)]
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the tensors, or missing, once all were read."""
+        problems = [*self._wrong]
+        if self._missing:
+            there = {name for waiting in self._waiting.values() for name in waiting}
+            names = ", ".join(name for name in self.names if name not in there)
+            problems.append(f"{names} missing in the files")
+        return [f"{self.prefix}: {problem}" for problem in problems]
+
+
+class PackedMethod(LinearMethodBase):
+    """Multiplies with packed weights: a layer of which all parts are packed.
+
+    Args:
+        form: The format of the weights.
+    """
+
+    def __init__(self, form: PackedFormat) -> None:
+        self.form = form
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Register empty parameters, whose loaders take the packed tensors.
+
+        Raises:
+            FormatError: The worker's columns cannot be cut out of the packed weight, or this class
+                of layer reads weights in its own way.
+        """
+        _check_class(layer)
+        columns, cut = input_size_per_partition, slices.unit(self.form)
+        if columns != input_size and columns % cut:
+            raise FormatError(
+                f"{layer.prefix}: each of {layer.tp_size} workers would have {columns} of its "
+                f"{input_size} columns, and {self.form.quant_method} is cut at multiples of {cut}. "
+                "Choose another `tensor_parallel_size`."
+            )
+        layer.packed_parts = {}
+        receive = functools.partial(
+            self._receive,
+            layer,
+            parts_of(layer, output_partition_sizes, output_size),
+            (layer.tp_rank * columns if columns != input_size else 0, columns, input_size),
+            params_dtype,
+        )
+        layer.arrivals = Arrivals(layer, self.form, len(output_partition_sizes), receive)
+        _register_empty(layer, self.form, params_dtype)
+
+    def _receive(
+        self,
+        layer: Any,
+        parts: list[Part],
+        split: tuple[int, int, int],
+        dtype: torch.dtype,
+        indices: list[int],
+        tensors: list[Tensor],
+    ) -> str | None:
+        """Keep the slices of a layer of the checkpoint that this worker multiplies with."""
+        first_column, columns, all_columns = split
+        shape = sum(parts[index].rows for index in indices), all_columns
+        if wrong := why_not(self.form, shape, tensors):
+            return wrong
+        if columns != all_columns:
+            tensors = slices.columns(self.form, tensors, first_column, first_column + columns)
+        first, device = 0, layer.weight.device
+        for index in indices:
+            part = parts[index]
+            rows = slices.rows(self.form, tensors, first + part.begin, first + part.end)
+            first += part.rows
+            layer.packed_parts[index] = [_copied(tensor, device, dtype) for tensor in rows]
+            if part.padding:
+                zeros = torch.zeros(part.padding, columns, dtype=dtype, device=device)
+                pairs = zip(layer.packed_parts[index], self.form.pack(zeros), strict=True)
+                layer.packed_parts[index] = [torch.cat(pair) for pair in pairs]
+        return None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Join the rows of all parts.
+
+        Raises:
+            FormatError: Tensors are damaged or missing.
+        """
+        finish(layer)
+        parts = [layer.packed_parts[index] for index in sorted(layer.packed_parts)]
+        del layer.packed_parts
+        for name, tensors in zip(names_of(self.form), zip(*parts, strict=True), strict=True):
+            joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+            setattr(layer, name, nn.Parameter(joined, requires_grad=False))
+        if self.form.row_offsets is not None:
+            offsets = self.form.row_offsets(getattr(layer, self.form.places))
+            layer.register_buffer("weight_offsets", offsets, persistent=False)
+        if layer.weight.device.type == "cpu":
+            compiled.load()  # before torch.compile traces the operators
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ + bias for x (..., columns)."""
+        if self.form is BITMASK:
+            return operator.linear_bitmask(
+                x, layer.weight, layer.weight_bits, layer.weight_offsets, bias
+            )
+        if self.form is BITMASK4:
+            stored = layer.weight, layer.weight_bits, layer.weight_scales, layer.weight_offsets
+            return operator.linear_bitmask4(x, *stored, bias)
+        return operator.linear24(x, layer.weight, layer.weight_meta, bias)
+
+
+class PartlyPackedMethod(UnquantizedLinearMethod):
+    """Multiplies densely: a layer of which some parts are packed. These are unpacked while read.
+
+    Args:
+        form: The format of the packed parts.
+    """
+
+    def __init__(self, form: PackedFormat) -> None:
+        super().__init__()
+        self.form = form
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register the dense weight, and empty parameters that take the places of packed parts."""
+        _check_class(layer)
+        load = extra["weight_loader"]
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        super().create_weights(layer, *sizes, params_dtype, **extra)
+        dense = layer.weight
+        parts = parts_of(layer, output_partition_sizes, output_size)
+
+        def receive(indices: list[int], tensors: list[Tensor]) -> str | None:
+            shape = sum(parts[index].rows for index in indices), input_size
+            if wrong := why_not(self.form, shape, tensors):
+                return wrong
+            # vLLM names a part of q, k and v by its letter, and any other by its index.
+            letters = {index: letter for letter, index in _SHARDS.items()}
+            is_qkv = isinstance(layer, QKVParallelLinear)
+            shards = [letters[index] if is_qkv else index for index in indices]
+            weight = self.form.unpack(*tensors, input_size)
+            heights = [parts[index].rows for index in indices]
+            for shard, rows in zip(shards, weight.split(heights), strict=True):
+                load(dense, rows, shard)
+            return None
+
+        arrivals = Arrivals(layer, self.form, len(output_partition_sizes), receive)
+        layer.arrivals = arrivals
+        _register_empty(layer, self.form, params_dtype)
+        layer.weight = dense
+
+        def take(param: Any, tensor: Tensor, shard: Any = None) -> None:
+            is_dense = tensor.is_floating_point() and tensor.shape[1:] == (input_size,)
+            if not is_dense:
+                arrivals.take("weight", param, tensor, shard)
+                return
+            load(param, tensor, *(() if shard is None else (shard,)))
+            arrivals.arrived(shard)
+
+        dense.weight_loader = take
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Prepare the dense weight as vLLM does.
+
+        Raises:
+            FormatError: Packed tensors are damaged or missing.
+        """
+        finish(layer)
+        for name in self.form.companions:
+            delattr(layer, name)
+        super().process_weights_after_loading(layer)
+
+
+def names_of(form: PackedFormat) -> tuple[str, ...]:
+    """Return the names of a layer's packed tensors, in the order of the format."""
+    return ("weight", *form.companions)
+
+
+def why_not(form: PackedFormat, shape: tuple[int, int], tensors: Sequence[Tensor]) -> str | None:
+    """Return why these tensors are not a packed weight of a shape, `None` if they are."""
+    if reason := form.why_not(shape):
+        return reason
+    dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+    with torch.device("meta"):
+        expected = form.empty(shape, tensors[0].numel(), dtype)
+    for name, tensor, other in zip(names_of(form), tensors, expected, strict=True):
+        if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+            return (
+                f"{name} is {tuple(tensor.shape)} in {tensor.dtype}, expected "
+                f"{tuple(other.shape)} in {other.dtype}"
+            )
+    damage = form.damage(*tensors, shape[1])
+    return f"damaged, {damage}" if damage else None
+
+
+def finish(layer: Any) -> None:
+    """Raise a `FormatError` if a layer was not read whole; else forget how it was read."""
+    if problems := layer.arrivals.problems():
+        raise FormatError(f"{'; '.join(problems)}. {EXPORT_AGAIN}")
+    del layer.arrivals
+
+
+def _register_empty(layer: Any, form: PackedFormat, dtype: torch.dtype) -> None:
+    """Register parameters without elements, whose loaders hand tensors to `layer.arrivals`."""
+    for name, tensor in zip(names_of(form), form.empty((0, 0), 0, dtype), strict=True):
+        param: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
+        param.weight_loader = functools.partial(layer.arrivals.take, name)
+        layer.register_parameter(name, param)
+
+
+def _check_class(layer: Any) -> None:
+    if not any(type(layer).weight_loader is known.weight_loader for known in _KNOWN):
+        raise FormatError(
+            f"{layer.prefix}: a {type(layer).__name__} reads its weights in its own way, which "
+            "packed ones do not allow. Leave this layer dense: export with `--skip`."
+        )
+
+
+def _copied(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a copy, since a tensor that was read may be a view of a mapped file."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_like(tensor, device=device, dtype=kind).copy_(tensor)
