@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from reprlib import repr as shortened
 from typing import Any
 
-from mrp_sparse.errors import FormatError
+from mrp_ground.errors import FormatError
 from mrp_sparse.formats.eight_bit import VERSION as HEAD_VERSION
 from mrp_sparse.formats.packed_format import PackedFormat
 

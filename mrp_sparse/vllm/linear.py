@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from mrp_sparse.errors import FormatError
+from mrp_ground.errors import FormatError
 from mrp_sparse.formats import slices
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4

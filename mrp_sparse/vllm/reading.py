@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from mrp_sparse.errors import FormatError
+from mrp_ground.errors import FormatError
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.vllm.configuration import CONFIGS, PackedConfig
 from mrp_sparse.vllm.head import EightBitMethod
