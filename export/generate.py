@@ -22,7 +22,7 @@ from mrp_lightning.errors import DataError, OptionError, first_line
 if TYPE_CHECKING:
     from mrp_sparse.decoding import Speed
 
-_FEW = 8
+_FEW = 2
 """Number of tokens up to which packed rows are decoded and multiplied in one kernel."""
 
 

@@ -372,7 +372,7 @@ class Bitmask4Linear(PackedLinear):
         weight_scales: A scale for each group, (out_features, ceil(in_features / 64)); frozen.
         bias: Added to each output, (out_features,), or `None`.
         offsets: First index of each row in `weight`, int64 (out_features,); see `BitmaskLinear`.
-        eight_bit_activations: Whether up to 8 tokens of bfloat16 are rounded on a CPU to 8 bits,
+        eight_bit_activations: Whether one or two tokens of bfloat16 are rounded on a CPU to 8 bits,
             with a scale for each 64 columns, before they are multiplied: faster and less exact, off
             by default (`python -m export.generate --activations 8` reports the error).
     """

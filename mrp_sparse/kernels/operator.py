@@ -100,8 +100,8 @@ def linear_bitmask4(
         scales: Scales (rows, ceil(columns / 64)).
         offsets: The index of each row's first byte of codes, int64 (rows,).
         bias: Added to each output, (rows,).
-        eight_bits: Whether the compiled kernel may round up to 8 tokens of bfloat16 to 8 bits, with
-            a scale for each 64 columns.
+        eight_bits: Whether the compiled kernel may round one or two tokens of bfloat16 to 8 bits,
+            with a scale for each 64 columns.
 
     Returns:
         The product (..., rows), contiguous.

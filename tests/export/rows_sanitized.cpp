@@ -3,6 +3,7 @@
 // it runs them on damaged rows, too, for so many seconds.
 #include "byte_rows.h"
 #include "coded_rows.h"
+#include "panels.h"
 #include "rows.h"
 
 #include <chrono>
@@ -32,6 +33,33 @@ Buffer<T> exactly(const std::vector<T>& content) {
   Buffer<T> buffer(new T[content.size()]);
   std::copy(content.begin(), content.end(), buffer.get());
   return buffer;
+}
+
+enum class Way { portable, rows, panels };
+
+std::vector<Way> ways(bool vector) {
+  return vector ? std::vector{Way::portable, Way::rows, Way::panels} : std::vector{Way::portable};
+}
+
+// Run a kernel on damaged rows: it may refuse them, and nothing else.
+template <typename Kernel>
+void survive(const Kernel& kernel, int64_t& refused) {
+  try {
+    kernel();
+  } catch (const std::runtime_error&) {
+    refused++;
+  }
+}
+
+// All tokens with all rows, in panels where the processor has the instructions.
+template <typename Rows>
+void multiply_in_panels(
+    const Rows& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias, BFloat16* y, int64_t rows) {
+#ifdef MRP_AVX512
+  mrp::TokenTiles tiles(tokens, weight.columns());
+  tiles.fill(x, 0, tiles.tiles());
+  mrp::multiply_panels(weight, tiles, bias, y, rows, 0, rows);
+#endif
 }
 
 // A weight with its two forms of places; nibbles ask for two of every four columns.
@@ -90,13 +118,26 @@ void run(const Problem& problem, int64_t rows, int64_t columns, int64_t tokens, 
   mrp::Packed<BFloat16> weight{
       values.get(), values.get() + problem.values.size(), places.get(), problem.row_bytes, columns,
       nibbles ? nullptr : offsets.get()};
-  for (bool portable : {true, false}) {
-    Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
-    mrp::multiply<Decode>(weight, x.get(), tokens, bias.get(), y.get(), rows, 0, rows, portable);
-    mrp::decode<Decode>(weight, dense.get(), 0, rows, portable);
-    for (int64_t i = 0; i < rows * columns; i++) {
-      expect(float(dense[i]) == problem.dense[i], "decoded", rows, columns, tokens);
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+  const auto decode = [&](const mrp::Packed<BFloat16>& rows_of) {
+    for (int64_t r = 0; r < rows; r++) {
+      mrp::decode_row<Decode>(rows_of, r, dense.get() + r * columns);
     }
+  };
+  decode(weight);
+  for (int64_t i = 0; i < rows * columns; i++) {
+    expect(float(dense[i]) == problem.dense[i], "decoded", rows, columns, tokens);
+  }
+  for (Way way : ways(mrp::has_avx512())) {
+    const auto multiply = [&](const mrp::Packed<BFloat16>& rows_of, const BFloat16* added) {
+      if (way == Way::panels) {
+        multiply_in_panels(mrp::PackedRows<Decode>{rows_of}, x.get(), tokens, added, y.get(), rows);
+      } else {
+        mrp::multiply<Decode>(
+            rows_of, x.get(), tokens, added, y.get(), rows, 0, rows, way == Way::portable);
+      }
+    };
+    multiply(weight, bias.get());
     for (int64_t t = 0; t < tokens; t++) {
       for (int64_t r = 0; r < rows; r++) {
         double exact = float(shift[r]), size = 1;
@@ -115,17 +156,9 @@ void run(const Problem& problem, int64_t rows, int64_t columns, int64_t tokens, 
       mrp::Packed<BFloat16> damaged = weight;
       damaged.values = shortened.get();
       damaged.end = shortened.get() + fewer.size();
-      int thrown = 0;
-      try {
-        mrp::multiply<Decode>(damaged, x.get(), tokens, nullptr, y.get(), rows, 0, rows, portable);
-      } catch (const std::runtime_error&) {
-        thrown++;
-      }
-      try {
-        mrp::decode<Decode>(damaged, dense.get(), 0, rows, portable);
-      } catch (const std::runtime_error&) {
-        thrown++;
-      }
+      int64_t thrown = 0;
+      survive([&] { multiply(damaged, nullptr); }, thrown);
+      survive([&] { decode(damaged); }, thrown);
       expect(thrown == 2, "refused", rows, columns, tokens);
     }
   }
@@ -181,15 +214,30 @@ void run_codes(const CodedProblem& problem, int64_t rows, int64_t columns, int64
   const mrp::Coded<BFloat16> weight{
       nibbles.get(), nibbles.get() + count, places.get(), (columns + 7) / 8, columns, scales.get(),
       offsets.get()};
-  for (bool portable : {true, false}) {
-    Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
-    mrp::decode(weight, dense.get(), 0, rows, portable);
-    for (int64_t i = 0; i < rows * columns; i++) {
-      expect(float(dense[i]) == problem.dense[i], "codes decoded", rows, columns, tokens);
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+  const auto decode = [&](const mrp::Coded<BFloat16>& rows_of) {
+    for (int64_t r = 0; r < rows; r++) {
+      mrp::decode_row(rows_of, r, dense.get() + r * columns);
     }
+  };
+  decode(weight);
+  for (int64_t i = 0; i < rows * columns; i++) {
+    expect(float(dense[i]) == problem.dense[i], "codes decoded", rows, columns, tokens);
+  }
+  for (Way way : ways(mrp::has_avx512_codes())) {
     for (bool eight_bits : {false, true}) {
-      const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, portable);
-      product.multiply(weight, bias.get(), y.get(), rows, 0, rows);
+      if (way == Way::panels && eight_bits) {
+        continue;
+      }
+      const auto multiply = [&](const mrp::Coded<BFloat16>& rows_of, const BFloat16* added) {
+        if (way == Way::panels) {
+          multiply_in_panels(mrp::CodedRows{rows_of}, x.get(), tokens, added, y.get(), rows);
+        } else {
+          const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, way == Way::portable);
+          product.multiply(rows_of, added, y.get(), rows, 0, rows);
+        }
+      };
+      multiply(weight, bias.get());
       for (int64_t t = 0; t < tokens; t++) {
         for (int64_t r = 0; r < rows; r++) {
           double exact = float(shift[r]), size = 1, rounding = 0;
@@ -214,17 +262,9 @@ void run_codes(const CodedProblem& problem, int64_t rows, int64_t columns, int64
         mrp::Coded<BFloat16> damaged = weight;
         damaged.nibbles = shortened.get();
         damaged.end = shortened.get() + fewer.size();
-        int thrown = 0;
-        try {
-          product.multiply(damaged, nullptr, y.get(), rows, 0, rows);
-        } catch (const std::runtime_error&) {
-          thrown++;
-        }
-        try {
-          mrp::decode(damaged, dense.get(), 0, rows, portable);
-        } catch (const std::runtime_error&) {
-          thrown++;
-        }
+        int64_t thrown = 0;
+        survive([&] { multiply(damaged, nullptr); }, thrown);
+        survive([&] { decode(damaged); }, thrown);
         expect(thrown == 2, "codes refused", rows, columns, tokens);
       }
     }
@@ -280,16 +320,6 @@ void damage(std::vector<T>& content, std::mt19937& random) {
   }
 }
 
-// Run a kernel on damaged rows: it may refuse them, and nothing else.
-template <typename Kernel>
-void survive(const Kernel& kernel, int64_t& refused) {
-  try {
-    kernel();
-  } catch (const std::runtime_error&) {
-    refused++;
-  }
-}
-
 template <typename Decode>
 void run_damaged(Problem problem, int64_t rows, int64_t columns, int64_t tokens, std::mt19937& random, int64_t& refused) {
   damage(problem.values, random);
@@ -305,10 +335,15 @@ void run_damaged(Problem problem, int64_t rows, int64_t columns, int64_t tokens,
   const mrp::Packed<BFloat16> weight{
       values.get(), values.get() + problem.values.size(), places.get(), problem.row_bytes, columns,
       std::is_same_v<Decode, mrp::Nibbles> ? nullptr : offsets.get()};
-  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[columns]);
   for (bool portable : {true, false}) {
     survive([&] { mrp::multiply<Decode>(weight, x.get(), tokens, nullptr, y.get(), rows, 0, rows, portable); }, refused);
-    survive([&] { mrp::decode<Decode>(weight, dense.get(), 0, rows, portable); }, refused);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    survive([&] { mrp::decode_row<Decode>(weight, r, dense.get()); }, refused);
+  }
+  if (mrp::has_avx512()) {
+    survive([&] { multiply_in_panels(mrp::PackedRows<Decode>{weight}, x.get(), tokens, nullptr, y.get(), rows); }, refused);
   }
 }
 
@@ -327,13 +362,18 @@ void run_damaged_codes(CodedProblem problem, int64_t rows, int64_t columns, int6
   const mrp::Coded<BFloat16> weight{
       nibbles.get(), nibbles.get() + problem.nibbles.size(), places.get(), (columns + 7) / 8, columns,
       scales.get(), offsets.get()};
-  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[columns]);
   for (bool portable : {true, false}) {
-    survive([&] { mrp::decode(weight, dense.get(), 0, rows, portable); }, refused);
     for (bool eight_bits : {false, true}) {
       const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, portable);
       survive([&] { product.multiply(weight, nullptr, y.get(), rows, 0, rows); }, refused);
     }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    survive([&] { mrp::decode_row(weight, r, dense.get()); }, refused);
+  }
+  if (mrp::has_avx512_codes()) {
+    survive([&] { multiply_in_panels(mrp::CodedRows{weight}, x.get(), tokens, nullptr, y.get(), rows); }, refused);
   }
 }
 
@@ -342,7 +382,7 @@ void fuzz(double seconds, std::mt19937& random) {
   const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   int64_t weights = 0, refused = 0;
   while (std::chrono::steady_clock::now() < limit) {
-    const int64_t rows = 1 + random() % 4, columns = 1 + random() % 400, tokens = 1 + random() % 8;
+    const int64_t rows = 1 + random() % 40, columns = 1 + random() % 400, tokens = 1 + random() % 14;
     const double kept = random() % 11 / 10.0;
     run_damaged<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random, refused);
     run_damaged_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random, refused);
@@ -359,8 +399,8 @@ int main(int count, char** words) {
   std::mt19937 random(0);
   int64_t runs = 0;
   for (int64_t columns : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 160, 192, 255, 264, 520, 1000}) {
-    for (int64_t rows : {1, 2, 5}) {
-      for (int64_t tokens : {1, 2, 3, 4, 5, 7, 8}) {
+    for (int64_t rows : {1, 2, 21}) {
+      for (int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 13}) {
         run_bytes(rows, columns, tokens, random);
         runs++;
         for (double kept : {0.0, 0.1, 0.5, 0.9, 1.0}) {

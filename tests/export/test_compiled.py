@@ -60,7 +60,7 @@ def assert_exact(found: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
 def test_any_pattern_of_any_width(kept, dtype, portable):
     for number, columns in enumerate(COLUMNS):
-        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         weight = random(rows, columns, seed=number)
         weight = torch.where(random(rows, columns).abs().argsort(1) < kept * columns, weight, 0.0)
         weight[rows // 2] = 0.0
@@ -76,7 +76,7 @@ def test_any_pattern_of_any_width(kept, dtype, portable):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_nibbles_are_read_as_bits(dtype, portable):
     for number, columns in enumerate((8, 16, 32, 40, 64, 72, 128, 136, 512, 1000)):
-        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         weight = keep_two_of_four(random(rows, columns)).to(dtype)
         weight[rows // 2, : columns // 2] = 0.0
         values, meta = sparse24.pack(weight)
@@ -97,7 +97,7 @@ def of_four_bits(rows: int, columns: int, kept: float, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
 def test_four_bits_of_any_pattern_and_width(kept, dtype, portable):
     for number, columns in enumerate(COLUMNS):
-        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         weight = of_four_bits(rows, columns, kept, number).to(dtype)
         packed = bitmask4.pack(weight)
         offsets = bitmask4.row_offsets(packed[1])
@@ -128,17 +128,18 @@ def test_eight_bit_activations_err_by_their_rounding_alone(tokens, portable):
         exact = x.double() @ weight.double().T
         allowed = 1.001 * step.double() @ weight.double().abs().T + exact.abs() * 2**-8 + 1e-6
         assert bool(((found.double() - exact).abs() <= allowed).all())
-        if tokens <= 2 or not portable:  # without AVX-512 only two are multiplied by rows
-            assert not torch.equal(found, torch.nn.functional.linear(x, weight))
+        rounded = not torch.equal(found, torch.nn.functional.linear(x, weight))
+        assert rounded == (tokens <= 2)  # more are multiplied as they are
 
 
-def test_four_bits_of_many_tokens_are_a_dense_product_bit_by_bit(portable):
+def test_four_bits_of_many_tokens_are_a_dense_product_bit_by_bit():
+    """Without AVX-512; with it, see `test_the_results_of_a_token_do_not_depend_on_the_others`."""
     weight, x = of_four_bits(24, 200, 0.5).bfloat16(), random(17, 200, seed=1).bfloat16()
     packed = bitmask4.pack(weight)
     offsets = bitmask4.row_offsets(packed[1])
     for eight_bits in (False, True):
         found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
-            x, *packed, offsets, None, eight_bits, portable
+            x, *packed, offsets, None, eight_bits, True
         )
         assert torch.equal(found, torch.nn.functional.linear(x, weight))
 
@@ -184,7 +185,7 @@ def test_what_is_not_finite_spreads_through_four_bits(portable):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_eight_bits_of_any_width(dtype):
     for number, columns in enumerate(COLUMNS):
-        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         codes, scales = eight_bit.pack(random(rows, columns, seed=number).to(dtype))
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
@@ -222,17 +223,40 @@ def test_tensors_that_are_no_eight_bits_are_refused():
     refused("columns", codes, scales, given=x[:, :48])
 
 
-def test_many_tokens_are_a_dense_product_bit_by_bit(portable):
-    weight = keep_two_of_four(random(24, 136)).bfloat16()
-    x = random(17, 136, seed=1).bfloat16()
+@pytest.mark.parametrize("rows", [24, 4100])
+def test_many_tokens_are_a_dense_product_bit_by_bit(rows):
+    """Without AVX-512: of 4,100 rows as many at once as fit into 4 MiB."""
+    weight = keep_two_of_four(random(rows, 1024)).bfloat16()
+    x, bias = random(17, 1024, seed=1).bfloat16(), random(rows, seed=2).bfloat16()
     values, bits = bitmask.pack(weight)
     offsets = bitmask.row_offsets(bits)
-    expected = torch.nn.functional.linear(x, weight)
+    expected = torch.nn.functional.linear(x, weight, bias)
     multiply = torch.ops.mrp_lightning_cpu
-    found = multiply.linear_bitmask(x, values, bits, offsets, None, portable)
+    found = multiply.linear_bitmask(x, values, bits, offsets, bias, True)
     assert torch.equal(found, expected)
     packed = sparse24.pack(weight)
-    assert torch.equal(multiply.linear24(x, *packed, None, portable), expected)
+    assert torch.equal(multiply.linear24(x, *packed, bias, True), expected)
+
+
+@needs_vectors
+@pytest.mark.parametrize("columns", [200, 2056, 9000])
+def test_the_results_of_a_token_do_not_depend_on_the_others(columns):
+    """In panels: 3 to 1,000 tokens, in tiles of all sizes. All packed forms give the same bits."""
+    weight = keep_two_of_four(of_four_bits(41, columns, 1.0)).bfloat16()
+    x, bias = random(1000, columns, seed=1).bfloat16(), random(41, seed=2).bfloat16()
+    values, bits = bitmask.pack(weight)
+    offsets = bitmask.row_offsets(bits)
+    multiply = torch.ops.mrp_lightning_cpu
+    every = multiply.linear_bitmask(x, values, bits, offsets, bias, False)
+    assert_exact(every, weight, x, bias)
+    for tokens in (3, 4, 5, 6, 7, 11, 14, 64, 513):
+        some = multiply.linear_bitmask(x[-tokens:], values, bits, offsets, bias, False)
+        assert torch.equal(some, every[-tokens:])
+    assert torch.equal(multiply.linear24(x, *sparse24.pack(weight), bias, False), every)
+    packed = bitmask4.pack(weight)
+    starts = bitmask4.row_offsets(packed[1])
+    four = multiply.linear_bitmask4(x, *packed, starts, bias, False, False)
+    assert torch.equal(four, every)
 
 
 def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
@@ -282,9 +306,10 @@ def test_operands_that_do_not_fit_are_refused():
             multiply(*arguments)
 
 
-def test_threads_share_the_rows():
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_threads_share_the_rows(tokens):
     weight = keep_two_of_four(random(600, 512)).bfloat16()
-    x = random(1, 512, seed=1).bfloat16()
+    x = random(tokens, 512, seed=1).bfloat16()
     values, bits = bitmask.pack(weight)
     arguments = x, values, bits, bitmask.row_offsets(bits), None
     before = torch.get_num_threads()

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "coded_tokens.h"
+#include "panels.h"
 #include "rows.h"
 
 namespace mrp {
@@ -145,17 +146,15 @@ MRP_AVX512_CODES void multiply_coded_rows(
     const float added = bias ? static_cast<float>(bias[r]) : 0.0f;
     widen_scales(weight.scales + r * x.groups, x.groups, scales);
     for (int64_t t = 0; t < tokens;) {
-      float results[4];
+      float results[2];
       const auto multiply = [&](auto count) {
         constexpr int Tokens = decltype(count)::value;
         const float* factors = x.template factors<Tokens>(t, scales, place);
         multiply_coded_row<Input, Tokens>(weight, r, v, x, t, factors, results);
         return int64_t{Tokens};
       };
-      const int64_t left = tokens - t;
-      const int64_t taken = left >= 4 ? multiply(std::integral_constant<int, 4>())
-          : left >= 2                 ? multiply(std::integral_constant<int, 2>())
-                                      : multiply(std::integral_constant<int, 1>());
+      const int64_t taken = tokens - t >= 2 ? multiply(std::integral_constant<int, 2>())
+                                            : multiply(std::integral_constant<int, 1>());
       for (int64_t i = 0; i < taken; i++) {
         y[(t + i) * rows + r] = static_cast<BFloat16>(results[i] + added);
       }
@@ -164,44 +163,86 @@ MRP_AVX512_CODES void multiply_coded_rows(
   }
 }
 
-MRP_AVX512_CODES inline void decode_coded_row(
-    const Coded<BFloat16>& weight, int64_t r, BFloat16* dense) {
-  const uint8_t* places = weight.places + r * weight.row_bytes;
-  const BFloat16* scales = weight.scales + r * weight.groups();
-  const uint8_t* v = weight.row(r);
-  const __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8);
-  for (int64_t column = 0; column < weight.columns; column += GROUP) {
-    const int64_t width = std::min(GROUP, weight.columns - column);
-    const uint64_t kept = kept_columns<Bits>(places + column / 8, width);
-    const int64_t count = _mm_popcnt_u64(kept);
-    if (weight.end - v < (count + 1) / 2) {
-      throw_missing_values();
-    }
-    // All sixteen values of the group, looked up 32 at a time.
-    const __m512 scale = _mm512_set1_ps(static_cast<float>(scales[column / GROUP]));
-    const __m512i table = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(codes * scale));
-    const __m512i spread = _mm512_maskz_expand_epi8(kept, load_nibbles<true>(v, count));
-    const __m512i first = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(spread));
-    const __m512i second = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(spread, 1));
-    const uint32_t lower = static_cast<uint32_t>(kept), upper = static_cast<uint32_t>(kept >> 32);
-    _mm512_mask_storeu_epi16(
-        dense + column, low_bits(std::min<int64_t>(32, width)),
-        _mm512_maskz_permutexvar_epi16(lower, first, table));
-    if (width > 32) {
-      _mm512_mask_storeu_epi16(
-          dense + column + 32, low_bits(width - 32),
-          _mm512_maskz_permutexvar_epi16(upper, second, table));
-    }
-    v += (count + 1) / 2;
+// Rows for panels: see `panels.h`. A nibble becomes a byte of which the low four bits count.
+struct CodedRows {
+  const Coded<BFloat16>& weight;
+
+  int64_t columns() const { return weight.columns; }
+
+  // 64 nibbles from v on as bytes, with others above them.
+  template <bool careful>
+  MRP_AVX512_CODES static __m512i load(const uint8_t* v, int64_t count) {
+    const __m256i bytes = careful
+        ? _mm256_maskz_loadu_epi8(low_bits((count + 1) / 2), v)
+        : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v));
+    const __m512i shifts = _mm512_set1_epi64(0x1c1814100c080400);
+    return _mm512_multishift_epi64_epi8(shifts, _mm512_cvtepu32_epi64(bytes));
   }
-}
+
+  // The group's 64 columns: each code times the scale is looked up, for 32 columns at once.
+  MRP_AVX512_CODES static void spread(
+      __m512i nibbles, uint64_t kept, const BFloat16* scale, __m512 codes, Step* to) {
+    const __m512i twice = _mm512_set1_epi16(static_cast<int16_t>(scale->x));
+    const __m512i wide = _mm512_and_si512(twice, _mm512_set1_epi32(-65536));
+    const __m512 products = _mm512_mul_ps(codes, _mm512_castsi512_ps(wide));
+    // The sixteen values two times over, so that a fifth bit of an index does not matter.
+    const __m512i values = (__m512i)_mm512_cvtne2ps_pbh(products, products);
+    const __m512i bytes = _mm512_maskz_expand_epi8(kept, nibbles);
+    const __m512i lower = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes));
+    const __m512i upper = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(bytes, 1));
+    _mm512_store_si512(
+        to, _mm512_maskz_permutexvar_epi16(static_cast<uint32_t>(kept), lower, values));
+    _mm512_store_si512(
+        to + TILE_ROWS,
+        _mm512_maskz_permutexvar_epi16(static_cast<uint32_t>(kept >> 32), upper, values));
+  }
+
+  MRP_AVX512_CODES void decode(int64_t r, Step* to) const {
+    const uint8_t* places = weight.places + r * weight.row_bytes;
+    const BFloat16* scale = weight.scales + r * weight.groups();
+    const uint8_t* v = weight.row(r);
+    const __m512 codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
+    // So many groups can be read without a look at where the nibbles end.
+    const int64_t whole = std::min(weight.columns / GROUP, (weight.end - v) / (GROUP / 2));
+    for (int64_t group = 0; group < whole; group++, places += 8, to += 2 * TILE_ROWS) {
+      const uint64_t kept = load_places(places);
+      spread(load<false>(v, GROUP), kept, scale + group, codes, to);
+      v += (_mm_popcnt_u64(kept) + 1) / 2;
+    }
+    for (int64_t group = whole; group < weight.groups(); group++, places += 8, to += 2 * TILE_ROWS) {
+      const int64_t width = std::min(GROUP, weight.columns - group * GROUP);
+      const uint64_t kept = kept_columns<Bits>(places, width);
+      const int64_t count = _mm_popcnt_u64(kept);
+      if (weight.end - v < (count + 1) / 2) {
+        throw_missing_values();
+      }
+      alignas(64) Step last[1 + TILE_ROWS];
+      spread(load<true>(v, count), kept, scale + group, codes, last);
+      to[0] = last[0];
+      if (width > STEP) {
+        to[TILE_ROWS] = last[TILE_ROWS];
+      }
+      v += (count + 1) / 2;
+    }
+  }
+
+  // What is read for the rows from `begin` to `end`, in so many strides.
+  void ahead(int64_t begin, int64_t end, int64_t strides, Ahead (&ranges)[2]) const {
+    const uint8_t* last = weight.row(end - 1);
+    last += std::min(weight.columns / 4, weight.end - last);
+    ranges[0] = Ahead(weight.row(begin), last, strides);
+    ranges[1] = Ahead(
+        weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
+  }
+};
 #endif
 
 // ---- What the processor has ----
 
 inline bool has_avx512_codes() {
 #ifdef MRP_AVX512
-  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni");
+  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512vbmi");
   return has;
 #else
   return false;
@@ -252,22 +293,5 @@ class CodedProduct {
   std::unique_ptr<Rounded> rounded_;
 #endif
 };
-
-// The rows from `begin` to `end` of the dense weight.
-template <typename T>
-void decode(const Coded<T>& weight, T* dense, int64_t begin, int64_t end, bool portable) {
-  for (int64_t r = begin; r < end; r++) {
-    T* row = dense + r * weight.columns;
-#ifdef MRP_AVX512
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (!portable && has_avx512_codes()) {
-        decode_coded_row(weight, r, row);
-        continue;
-      }
-    }
-#endif
-    decode_row(weight, r, row);
-  }
-}
 
 }  // namespace mrp

@@ -9,7 +9,7 @@
 #ifdef MRP_AVX512
 #define MRP_AVX512_CODES                                                                         \
   __attribute__((                                                                                \
-      target("avx512f,avx512bw,avx512vl,avx512vbmi2,avx512bf16,avx512vnni,popcnt")))
+      target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512bf16,avx512vnni,popcnt")))
 #endif
 
 namespace mrp {

@@ -1,6 +1,6 @@
-// The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8:
-// bfloat16 is multiplied as it is decoded where there are few tokens; all else is decoded for a dense
-// product, or, of 8 bits, multiplied by torch.
+// The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8.
+// One or two tokens of bfloat16 are multiplied as rows are decoded, and with AVX-512 more of them in
+// panels. All else is decoded for a dense product of some rows, or, of 8 bits, multiplied by torch.
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "rows.h"
@@ -16,11 +16,14 @@ namespace {
 using at::Tensor;
 using Bias = std::optional<Tensor>;
 
-// Up to here rows are decoded for every four tokens; beyond, once, for a dense product.
-constexpr int64_t FEW_TOKENS = 8;
-constexpr int64_t FEW_TOKENS_PORTABLE = 2;
+// Up to here a row is multiplied as it is decoded; beyond, it is decoded once for all tokens.
+constexpr int64_t FEW_TOKENS = 2;
+// Of 8 bits, which `byte_rows.h` widens anew for each token.
+constexpr int64_t FEW_TOKENS_OF_BYTES = 8;
 // Weights that a thread should have for its own.
 constexpr int64_t GRAIN = 32768;
+// Bytes of dense rows for torch's product: much more would be mapped and cleared anew by each call.
+constexpr int64_t DENSE_BYTES = 1 << 22;
 
 // What all products have in common: tokens of `columns` with the rows of a packed weight.
 class Product {
@@ -45,34 +48,67 @@ class Product {
     }
   }
 
-  // Whether so few tokens are multiplied as rows are decoded.
-  bool is_small(bool vector) const {
-    return count <= (vector && !portable ? FEW_TOKENS : FEW_TOKENS_PORTABLE);
-  }
-
   // What `multiply(bias, y, rows, begin, end)` writes into y.
   template <typename Multiply>
   Tensor by_rows(const Multiply& multiply) const {
-    c10::DimVector shape(x.sizes());
-    shape.back() = rows_;
-    Tensor result = at::empty(shape, x.options());
-    auto* y = result.mutable_data_ptr<c10::BFloat16>();
-    const auto* bias = bias_.defined() ? bias_.const_data_ptr<c10::BFloat16>() : nullptr;
-    at::parallel_for(0, rows_, grain(), [&](int64_t begin, int64_t end) {
-      multiply(bias, y, rows_, begin, end);
+    return filled([&](const c10::BFloat16* bias, c10::BFloat16* y) {
+      at::parallel_for(0, rows_, grain(), [&](int64_t begin, int64_t end) {
+        multiply(bias, y, rows_, begin, end);
+      });
     });
-    return result;
   }
 
-  // The product with the rows that `decode(dense, begin, end)` writes.
+#ifdef MRP_AVX512
+  // The product with rows that are decoded in panels.
+  template <typename Rows>
+  Tensor by_panels(const Rows& weight) const {
+    const auto* input = x.const_data_ptr<c10::BFloat16>();
+    const int64_t height = mrp::panel_rows(columns);
+    return filled([&](const c10::BFloat16* bias, c10::BFloat16* y) {
+      for (int64_t first = 0; first < count; first += mrp::MOST_TOKENS) {
+        mrp::TokenTiles tokens(std::min(mrp::MOST_TOKENS, count - first), columns);
+        at::parallel_for(0, tokens.tiles(), grain(), [&](int64_t begin, int64_t end) {
+          tokens.fill(input + first * columns, begin, end);
+        });
+        const int64_t panels = (rows_ + height - 1) / height;
+        at::parallel_for(0, panels, grain() / height + 1, [&](int64_t begin, int64_t end) {
+          mrp::multiply_panels(
+              weight, tokens, bias, y + first * rows_, rows_, begin * height,
+              std::min(end * height, rows_));
+        });
+      }
+    });
+  }
+#endif
+
+  // The product with rows that `decode(r, dense)` writes, as many at once as fit into `DENSE_BYTES`.
   template <typename scalar_t, typename Decode>
   Tensor by_dense(const Decode& decode) const {
-    Tensor dense = at::empty({rows_, columns}, x.options());
+    const int64_t row_bytes = std::max<int64_t>(columns, 1) * sizeof(scalar_t);
+    const int64_t height = std::clamp<int64_t>(DENSE_BYTES / row_bytes, 1, std::max<int64_t>(rows_, 1));
+    Tensor dense = at::empty({height, columns}, x.options()), result;
     auto* data = dense.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows_, grain(), [&](int64_t begin, int64_t end) {
-      decode(data, begin, end);
-    });
-    return at::linear(x, dense, bias_.defined() ? Bias(bias_) : std::nullopt);
+    for (int64_t first = 0; first < std::max<int64_t>(rows_, 1); first += height) {
+      const int64_t taken = std::min(height, rows_ - first);
+      at::parallel_for(0, taken, grain(), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+          decode(first + r, data + r * columns);
+        }
+      });
+      const Tensor some = at::linear(
+          x, dense.narrow(0, 0, taken),
+          bias_.defined() ? Bias(bias_.narrow(0, first, taken)) : std::nullopt);
+      if (taken == rows_) {
+        return some;
+      }
+      if (!result.defined()) {
+        c10::DimVector shape(x.sizes());
+        shape.back() = rows_;
+        result = at::empty(shape, x.options());
+      }
+      result.narrow(-1, first, taken).copy_(some);
+    }
+    return result;
   }
 
   const Tensor x, places;
@@ -81,6 +117,16 @@ class Product {
   int64_t count = 1;  // of tokens
 
  private:
+  template <typename Fill>
+  Tensor filled(const Fill& fill) const {
+    c10::DimVector shape(x.sizes());
+    shape.back() = rows_;
+    Tensor result = at::empty(shape, x.options());
+    const auto* bias = bias_.defined() ? bias_.const_data_ptr<c10::BFloat16>() : nullptr;
+    fill(bias, result.mutable_data_ptr<c10::BFloat16>());
+    return result;
+  }
+
   int64_t grain() const {
     return std::max<int64_t>(1, GRAIN / std::max<int64_t>(columns, 1));
   }
@@ -99,17 +145,22 @@ Tensor linear(const Product& product, const Tensor& values, const int64_t* offse
         first, first + stored.numel(), product.places.const_data_ptr<uint8_t>(),
         product.places.size(1), product.columns, offsets};
     if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-      if (product.is_small(mrp::has_avx512())) {
+      if (product.count <= FEW_TOKENS) {
         const scalar_t* input = product.x.template const_data_ptr<scalar_t>();
         result = product.by_rows([&](auto... where) {
           mrp::multiply<Decode>(weight, input, product.count, where..., product.portable);
         });
         return;
       }
+#ifdef MRP_AVX512
+      if (!product.portable && mrp::has_avx512()) {
+        result = product.by_panels(mrp::PackedRows<Decode>{weight});
+        return;
+      }
+#endif
     }
-    result = product.by_dense<scalar_t>([&](scalar_t* dense, int64_t begin, int64_t end) {
-      mrp::decode<Decode>(weight, dense, begin, end, product.portable);
-    });
+    result = product.by_dense<scalar_t>(
+        [&](int64_t r, scalar_t* dense) { mrp::decode_row<Decode>(weight, r, dense); });
   });
   return result;
 }
@@ -138,16 +189,19 @@ Tensor bitmask(
 template <typename T>
 Tensor coded_linear(const Product& product, const mrp::Coded<T>& weight, bool eight_bits) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    if (product.is_small(mrp::has_avx512_codes())) {
+    if (product.count <= FEW_TOKENS) {
       const mrp::CodedProduct few(
           product.x.const_data_ptr<T>(), product.count, product.columns, eight_bits,
           product.portable);
       return product.by_rows([&](auto... where) { few.multiply(weight, where...); });
     }
+#ifdef MRP_AVX512
+    if (!product.portable && mrp::has_avx512_codes()) {
+      return product.by_panels(mrp::CodedRows{weight});
+    }
+#endif
   }
-  return product.by_dense<T>([&](T* dense, int64_t begin, int64_t end) {
-    mrp::decode(weight, dense, begin, end, product.portable);
-  });
+  return product.by_dense<T>([&](int64_t r, T* dense) { mrp::decode_row(weight, r, dense); });
 }
 
 Tensor bitmask4(
@@ -201,7 +255,8 @@ Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, con
       "Numbers of 8 bits must be int8, with a scale for each row.");
   const Product product(x, scales, numbers.view(at::kByte), bias, numbers.size(1), false);
 #ifdef MRP_AVX512
-  if (x.scalar_type() == at::kBFloat16 && mrp::has_avx512() && product.is_small(true)) {
+  if (x.scalar_type() == at::kBFloat16 && mrp::has_avx512() &&
+      product.count <= FEW_TOKENS_OF_BYTES) {
     const Tensor stored = numbers.contiguous(), factors = scales.contiguous();
     const mrp::Bytes weight{
         stored.const_data_ptr<int8_t>(), factors.const_data_ptr<c10::BFloat16>(), product.columns};
