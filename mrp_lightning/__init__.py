@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.narrowing.columns import ColumnSolution, prune_columns
     from mrp_lightning.pruning.job import BlockTuning
     from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
+    from mrp_lightning.solver.columns import ColumnSolution, prune_columns
 
 __all__ = [
     "BlockReport",
@@ -70,12 +70,12 @@ _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
     "BlockTuning": "mrp_lightning.pruning.job",
     "CausalLM": "mrp_lightning.loop.causal_lm",
-    "ColumnSolution": "mrp_lightning.narrowing.columns",
+    "ColumnSolution": "mrp_lightning.solver.columns",
     "LayerReport": "mrp_lightning.records.report",
     "PruningReport": "mrp_lightning.records.report",
     "TextDataModule": "mrp_lightning.data.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
-    "prune_columns": "mrp_lightning.narrowing.columns",
+    "prune_columns": "mrp_lightning.solver.columns",
 }
 
 

@@ -35,7 +35,7 @@ from mrp_lightning.records import report as pruning_report
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.targets.layers import PLAIN_DTYPES
-from mrp_lightning.targets.plan import not_finite
+from mrp_lightning.targets.values import not_finite
 
 Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 """Called with items, their number if known, and a description: iterates with a progress bar."""

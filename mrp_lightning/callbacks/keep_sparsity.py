@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.loop.distributed import require_whole_parameters
-from mrp_lightning.targets.plan import pruned_layers
+from mrp_lightning.targets.values import pruned_layers
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from mrp_lightning.errors import ArgumentError, counted
 from mrp_lightning.experiments.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
+from mrp_lightning.loop.module_plan import plan_for
 from mrp_lightning.loop.progress import roughly
-from mrp_lightning.loop.run import plan_for
-from mrp_lightning.loop.saving import check_save_dir
+from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.job import Settings

@@ -37,7 +37,7 @@ from mrp_lightning.models.loading import (
 )
 from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.targets.plan import pruned_layers, refuse_not_finite
+from mrp_lightning.targets.values import pruned_layers, refuse_not_finite
 from mrp_lightning.upstream.torch_names import uncompiled
 
 

@@ -154,6 +154,13 @@ class BlockParts:
     def _consumed(self) -> set[int]:
         return {id(layer.parameter) for layer in self.consumers}
 
+    def zero_units(self, units: int) -> Tensor:
+        """Return the sorted indices of the units whose columns are zero in every consumer."""
+        zero = torch.ones(units, dtype=torch.bool)
+        for layer in self.consumers:
+            zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
+        return zero.nonzero()[:, 0]
+
     def remainder(self, layer: Layer, kept: Tensor) -> Layer:
         """Return the part of a layer that remains with the `kept` units alone."""
         cut = next((cut for cut in self.cuts if cut.tensor is layer.parameter), None)

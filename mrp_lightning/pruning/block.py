@@ -19,7 +19,6 @@ from mrp_lightning.calibration.hessians import (
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import DenseStream, Walk
 from mrp_lightning.errors import TargetError
-from mrp_lightning.narrowing.columns import remove_columns
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layers import (
@@ -31,6 +30,7 @@ from mrp_lightning.pruning.prune_layers import (
     quantise_head,
 )
 from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.columns import remove_columns
 from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.problem import output_energy

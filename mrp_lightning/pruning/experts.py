@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import hidden_input
 from mrp_lightning.errors import TargetError
-from mrp_lightning.narrowing.columns import measured_set
-from mrp_lightning.narrowing.narrow import Call, Routing
+from mrp_lightning.narrowing.routing import Call, Routing
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.columns import measured_set
 from mrp_lightning.solver.problem import Quality
 
 _MOST_BYTES = 2**30

@@ -14,10 +14,10 @@ from mrp_ground.grid import GROUP_SIZE
 from mrp_lightning.calibration.offload import CPU
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
 from mrp_lightning.journal.journal import Journal
-from mrp_lightning.narrowing.columns import check_column_method
 from mrp_lightning.narrowing.structure import STRUCTURES, NarrowingPlan, Structure
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.solver.columns import check_column_method
 from mrp_lightning.solver.patterns import Dense, SemiStructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns

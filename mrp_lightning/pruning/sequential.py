@@ -29,7 +29,8 @@ from mrp_lightning.calibration.walks import (
 )
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
-from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
+from mrp_lightning.narrowing.cutting import BlockTrial
+from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.allocation import Sparsities, find_sparsities
 from mrp_lightning.pruning.balance import Balance, find_balance
@@ -41,7 +42,7 @@ from mrp_lightning.records.report import BlockReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
-from mrp_lightning.targets.plan import refuse_not_finite
+from mrp_lightning.targets.values import refuse_not_finite
 
 log = logging.getLogger(__name__)
 

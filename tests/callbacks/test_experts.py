@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import mrp_lightning
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
-from mrp_lightning.narrowing.find import narrowing_plan
-from mrp_lightning.narrowing.narrow import narrow
+from mrp_lightning.narrowing.cutting import narrow
+from mrp_lightning.narrowing.unit_parts import narrowing_plan
 from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model

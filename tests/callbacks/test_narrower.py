@@ -16,8 +16,8 @@ import mrp_lightning
 from callbacks import MRPCallback
 from mrp_ground.grid import GRIDS
 from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetError, Trainer
-from mrp_lightning.narrowing.find import narrowing_plan
-from mrp_lightning.narrowing.narrow import narrow
+from mrp_lightning.narrowing.cutting import narrow
+from mrp_lightning.narrowing.unit_parts import narrowing_plan
 from mrp_lightning.processes import ALONE
 from mrp_lightning.pruning.block import UnitRemover
 from mrp_lightning.pruning.job import Job, Settings
@@ -67,9 +67,9 @@ class Spy:
     """What the model gives with the removed units as zeros, just before they are cut out."""
 
     def __init__(self, monkeypatch, model, inputs):
-        import mrp_lightning.loop.run as run
+        from mrp_lightning.loop import pruning_run
 
-        self.zeroed, real = [], run.narrow
+        self.zeroed, real = [], pruning_run.narrow
 
         def narrow(structure, config):
             with torch.no_grad():
@@ -81,7 +81,7 @@ class Spy:
             ]
             real(structure, config)
 
-        monkeypatch.setattr(run, "narrow", narrow)
+        monkeypatch.setattr(pruning_run, "narrow", narrow)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_neurons_then_heads_then_zeros(llama, loader, tmp_path):
 )
 def test_a_streamed_model_gets_as_narrow(family, structure, bits, tmp_path, monkeypatch):
     """Saved, it has the bits of one that was in memory; so it does after a failure to save."""
-    import mrp_lightning.loop.saving as saving
+    import mrp_lightning.loop.pruned_module as saving
 
     build(family).save_pretrained(tmp_path / "dense")
     inputs, tuning = batches(family), mrp_lightning.BlockTuning(epochs=1)

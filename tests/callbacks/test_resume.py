@@ -16,7 +16,7 @@ from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import JournalError, OptionError, SaveError
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import Manifest
-from mrp_lightning.loop.saving import num_bytes
+from mrp_lightning.loop.pruned_module import num_bytes
 from mrp_lightning.pruning.job import BlockTuning
 
 

@@ -17,7 +17,7 @@ from mrp_lightning import CausalLM, Trainer, outputs
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
-from mrp_lightning.loop.saving import num_bytes
+from mrp_lightning.loop.pruned_module import num_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -214,12 +214,12 @@ def test_a_weight_that_is_tied_to_the_model_is_none_beside_it(llama, loader, qui
 
 
 def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.loop import saving
+    from mrp_lightning.loop import pruned_module
 
     def full(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(saving, "save_pretrained", full)
+    monkeypatch.setattr(pruned_module, "save_pretrained", full)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     with pytest.raises(OSError, match="No space"):
         Trainer(**quiet).predict(llama(), loader, callbacks=[callback])
@@ -230,7 +230,7 @@ def fail_to_save(monkeypatch, error: Exception) -> None:
     def save_pretrained(*_, **__):
         raise error
 
-    monkeypatch.setattr("mrp_lightning.loop.saving.save_pretrained", save_pretrained)
+    monkeypatch.setattr("mrp_lightning.loop.pruned_module.save_pretrained", save_pretrained)
 
 
 @pytest.mark.parametrize("again", ["save", "predict"])
@@ -339,7 +339,7 @@ def test_a_model_that_no_longer_fits_its_class_is_refused_before_work(
     assert not bool((model.lm_head.weight == 0).any())
     assert not list(tmp_path.iterdir())
     # Whatever the check before the work did not see, the files are read again.
-    monkeypatch.setattr("mrp_lightning.loop.saving.check_class", lambda _: None)
+    monkeypatch.setattr("mrp_lightning.loop.pruned_module.check_class", lambda _: None)
     with pytest.raises(SaveError, match=r"would not load: .* lacks weights .*layers\.2\.mlp"):
         Trainer(**quiet).predict(model, loader, callbacks=[callback])
     assert not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.comparison import _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
-from mrp_lightning.loop import saving
+from mrp_lightning.loop import pruned_module
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -219,7 +219,9 @@ def test_the_journal_of_another_model_is_named(tiny_llama, text, tmp_path, capsy
     AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(other)
     asked = ["--pattern=2:4", f"--text={text}", "--out=out", "--eval-samples=2", *SMALL]
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "save_pretrained", lambda *_, **__: (_ for _ in ()).throw(OSError()))
+        patch.setattr(
+            pruned_module, "save_pretrained", lambda *_, **__: (_ for _ in ()).throw(OSError())
+        )
         with pytest.raises(SystemExit):
             main(["prune", str(tiny_llama), *asked])
     capsys.readouterr()

@@ -158,7 +158,7 @@ def test_a_run_that_fails_has_a_way_on(here, capsys, monkeypatch):
         raise OSError(28, "No space left on device", "out/tiny")
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr("mrp_lightning.loop.saving.save_pretrained", full)
+        patch.setattr("mrp_lightning.loop.pruned_module.save_pretrained", full)
         sweep("--only=tiny/50-SM-*-seed0", "--save_checkpoints=true")
     assert stop.value.code == 1
     message = capsys.readouterr().err

@@ -13,7 +13,7 @@ from mrp_lightning import Trainer, outputs
 from mrp_lightning.errors import HessianError, JournalError, OutOfMemoryError, SaveError
 from mrp_lightning.journal import block_record, journal, manifest
 from mrp_lightning.journal.journal import Journal, journal_path
-from mrp_lightning.loop import saving
+from mrp_lightning.loop import pruned_module
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients
 
 
@@ -42,8 +42,12 @@ def test_killed_at_a_block(kill, prune, out):
 
 
 END = {
-    "before the result is written": (saving, "save_pretrained", at_call(1, lambda *_, **__: die())),
-    "before it has a report": (saving, "_save_report", at_call(1, lambda *_: die())),
+    "before the result is written": (
+        pruned_module,
+        "save_pretrained",
+        at_call(1, lambda *_, **__: die()),
+    ),
+    "before it has a report": (pruned_module, "_save_report", at_call(1, lambda *_: die())),
     "before it is moved into place": (outputs, "_move_into_place", at_call(1, lambda *_: die())),
 }
 
@@ -96,7 +100,7 @@ def test_a_full_disk_when_the_result_is_saved(prune, out, tmp_path):
 
 def out_sizes(prune, tmp_path):
     """The files of a whole journal."""
-    with changed((saving, "save_pretrained", at_call(1, lambda *_, **__: die()))):
+    with changed((pruned_module, "save_pretrained", at_call(1, lambda *_, **__: die()))):
         assert in_child(prune) == signal.SIGKILL
     return list((tmp_path / ".out.partial").iterdir())
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.loop import run
+from mrp_lightning.loop import pruning_run
 
 SIZES = {
     "vocab_size": 64,
@@ -32,7 +32,7 @@ def said(monkeypatch, caplog):
         def begin(_):
             raise BegunError
 
-        monkeypatch.setattr(run, "prune_model", begin)
+        monkeypatch.setattr(pruning_run, "prune_model", begin)
         trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
         model = CausalLM(AutoConfig.for_model("llama", **SIZES))
         data = DataLoader(batches, batch_size=None)

@@ -6,7 +6,7 @@ from torch import nn
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets import plan
-from mrp_lightning.targets.plan import refuse_not_finite
+from mrp_lightning.targets.values import refuse_not_finite
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (23,), (11, 4), (3, 50), (5, 2, 3)], ids=str)

@@ -1,25 +1,24 @@
 """One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
 
-import hashlib
 import signal
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.errors import OptionError, counted
+from mrp_lightning.errors import counted
 from mrp_lightning.journal.journal import Journal, require_free
 from mrp_lightning.journal.manifest import Fingerprint, fingerprint
+from mrp_lightning.loop.calibration_data import describe_data, warn_of_data
 from mrp_lightning.loop.distributed import (
     fail_together,
     processes_of,
@@ -31,7 +30,6 @@ from mrp_lightning.loop.module_parts import (
     StepCapture,
     blocks_on_cpu,
     check_batch,
-    check_streamed_plan,
     checkpoint_root,
     eager,
     is_built_later,
@@ -40,11 +38,10 @@ from mrp_lightning.loop.module_parts import (
     start_streamed,
     streamed_blocks,
 )
+from mrp_lightning.loop.module_plan import plan_for
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
-from mrp_lightning.loop.saving import PrunedModule, check_save_dir, journal_bytes
-from mrp_lightning.models.batch import token_ids
-from mrp_lightning.narrowing.find import narrowing_plan
-from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
+from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir, journal_bytes
+from mrp_lightning.narrowing.cutting import StreamedNarrowing, narrow
 from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job, Settings
@@ -52,104 +49,14 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import alike, find_blocks
-from mrp_lightning.targets.layers import ExpertStack
-from mrp_lightning.targets.plan import Plan, find_head, make_plan
-from mrp_lightning.upstream.lightning_names import predict_data
 
 _FAR = 0.05
 """The difference between requested and removed fraction of units from which on to warn."""
 
-_LISTED = 3
-"""The number of kinds of layers that the summary lists as left dense."""
 _RUINED = 0.5
 """The mean relative loss of the layers above which a model is called ruined."""
-_FEW_WORDS = 8
-"""The number of different tokens up to which a text counts as degenerate."""
-
-
-def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
-    """Warn of windows that several processes read, of too few tokens, and of degenerate text.
-
-    Repeated windows count once, and padding does not count. Data other than token ids are not
-    checked. All processes must call this: Lightning gives each window to one process, but a user's
-    sampler may repeat windows, and each process reads an iterable dataset completely.
-    """
-    own_windows = [window for step in steps for window in _windows(step.batch)]
-    own_sizes = {
-        hashlib.sha1(window.numpy().tobytes()).hexdigest(): len(window) for window in own_windows
-    }
-    own_words = torch.cat(own_windows).unique().tolist() if own_windows else []
-    gathered = processes.all((own_sizes, own_words))
-    owners = Counter(window for sizes, _ in gathered for window in sizes)
-    windows = {window: size for sizes, _ in gathered for window, size in sizes.items()}
-    known_words = {word for _, words in gathered for word in words}
-    if repeated := sum(count > 1 for count in owners.values()):
-        log.warning(
-            "%d of %d calibration windows were given to more than one process, and count each "
-            "time. Let Lightning share the data (a map-style dataset, without a distributed "
-            "sampler), or share them so that none is repeated.",
-            repeated,
-            len(owners),
-        )
-    if not windows:
-        return
-    layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
-    solved = [layer for layer in layers if not isinstance(layer, ExpertStack)]
-    widest = max(solved, key=lambda layer: layer.columns, default=None)
-    tokens = sum(windows.values())
-    if widest is not None and tokens < widest.columns:
-        log.warning(
-            "The calibration data hold %s in %s, and %s, the widest of the layers to prune, has %s "
-            "columns: with fewer tokens than columns, the text says nothing of some of its inputs. "
-            "Give more or longer windows (`num_samples`, `sequence_length`), several times as many "
-            "tokens as columns.",
-            counted(tokens, "token"),
-            counted(len(windows), "different window"),
-            widest.name,
-            f"{widest.columns:,}",
-        )
-    if len(known_words) <= _FEW_WORDS:
-        log.warning(
-            "All %s tokens of the calibration data are repetitions of %d different ones, which is "
-            "no text that a model reads. Give text of the kind that it is to be used on "
-            "(`train_files` or `calibration`).",
-            f"{tokens:,}",
-            len(known_words),
-        )
-
-
-@runtime_checkable
-class _DescribedData(Protocol):
-    """A data module that describes its calibration text, such as `TextDataModule`."""
-
-    seed: int
-    bos: str
-
-    @property
-    def calibration_source(self) -> str:
-        """The name of the text."""
-        ...
-
-
-def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
-    """Describe the calibration data, with `None` for unknown facts; a collective call.
-
-    Returns:
-        `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
-        of a data module such as `TextDataModule`.
-    """
-    own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
-    shapes = [shape for process_shapes in processes.all(own_shapes) for shape in process_shapes]
-    # The data of this call, since `trainer.datamodule` may be that of an earlier call.
-    data = predict_data(trainer)
-    text = data if isinstance(data, _DescribedData) else None
-    return {
-        "source": text and text.calibration_source,
-        "samples": sum(samples for samples, _ in shapes) or None,
-        "sequence_length": max((length for _, length in shapes), default=None),
-        "seed": None if text is None else text.seed,
-        "bos": text and text.bos,
-    }
+_LISTED = 3
+"""The number of kinds of layers that the summary lists as left dense."""
 
 
 def _warn_of_rounding(structure: Structure, sparsity: float) -> None:
@@ -164,17 +71,6 @@ def _warn_of_rounding(structure: Structure, sparsity: float) -> None:
             structure.count,
             100 * removed,
         )
-
-
-def _windows(batch: Any) -> list[Tensor]:
-    """Return the token ids of each window of a batch, without padding; none if it has no ids."""
-    ids = token_ids(batch)
-    if ids is None:
-        return []
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if mask is None or mask.shape != ids.shape:
-        return list(ids)
-    return [row[kept] for row, kept in zip(ids, mask != 0, strict=True)]
 
 
 @contextmanager
@@ -239,37 +135,6 @@ def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerp
         job.batches,
         job.processes,
     )
-
-
-def plan_for(module: LightningModule, settings: Settings) -> Plan:
-    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`."""
-    plan = make_plan(
-        module,
-        settings.recipe.pattern,
-        targets=settings.targets,
-        ignore=settings.ignore,
-        blocks=settings.blocks,
-        skip_indivisible=settings.skip_indivisible,
-        prefix=checkpoint_root(module)[0],
-        allow_meta=streamed_blocks(module) is not None,
-        grid=settings.recipe.grid,
-    )
-    check_streamed_plan(module, plan)
-    prefix, model = checkpoint_root(module)
-    recipe, head = settings.recipe, None
-    if recipe.head_grid is not None:
-        head = find_head(module, model, recipe.head_grid, prefix)
-        if any(layer.key == head.key for layer in plan.outside):
-            raise OptionError(
-                f"`targets` names {head.name}, which `head_grid` puts on a grid of its own. Leave "
-                "out one or the other."
-            )
-    if recipe.is_of_head_alone:
-        plan = Plan(plan.blocks, {block.name: [] for block in plan.blocks}, outside=[])
-    if settings.structure is not None:
-        sparsity = recipe.pattern.sparsity
-        plan = narrowing_plan(model, settings.structure, sparsity, plan, recipe.grid)
-    return replace(plan, head=head)
 
 
 @dataclass(frozen=True)
@@ -531,5 +396,5 @@ class Run:
             if earlier := pruned_before(base_model):
                 self.report.provenance["pruned_before"] = earlier
         self.report.config.update(config)
-        data = _about_data(self.trainer, steps, processes)
+        data = describe_data(self.trainer, steps, processes)
         self.report.provenance.update(command=command(), data=data)

@@ -38,7 +38,7 @@ from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.targets.plan import pruned_layers
+from mrp_lightning.targets.values import pruned_layers
 from mrp_lightning.upstream.torch_names import without_compiled
 
 log = logging.getLogger(__name__)

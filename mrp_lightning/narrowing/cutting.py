@@ -1,0 +1,181 @@
+"""Cut removed units out of blocks, and check by a forward that a block can lose them."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.errors import TargetError
+from mrp_lightning.narrowing.routing import Routing
+from mrp_lightning.narrowing.structure import BlockParts, Structure, set_attributes
+from mrp_lightning.targets.blocks import Block
+
+
+def narrow(structure: Structure, config: Any) -> None:
+    """Cut out of every block the units whose columns are zero in all consumers.
+
+    Args:
+        structure: The units.
+        config: The configuration of the model, which gets the new number of units.
+
+    Raises:
+        TargetError: A block has too few such units. Then nothing is changed.
+    """
+    zero = {name: parts.zero_units(structure.units) for name, parts in structure.blocks.items()}
+    if short := [name for name, units in zero.items() if len(units) < structure.count]:
+        raise TargetError(
+            f"{structure.count} {structure.kind} of each block are to be cut out, and fewer than "
+            f"these have only zero columns in: {', '.join(short)}. The weights were changed since "
+            "they were pruned."
+        )
+    for parts in structure.blocks.values():
+        set_attributes(parts.without(_removed_units(parts, structure), structure.units))
+    set_attributes([*structure.attributes, *structure.config_entries(config)])
+
+
+class StreamedNarrowing:
+    """Cuts the removed units out of streamed blocks, each when it is saved.
+
+    Args:
+        structure: The units. The files of the blocks hold zeros in place of removed units.
+        config: The configuration of the model.
+    """
+
+    def __init__(self, structure: Structure, config: Any) -> None:
+        self._structure, self._entries = structure, structure.config_entries(config)
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """Write the new sizes into the configuration; restore the old ones if the context fails."""
+        with set_attributes(self._entries) as former:
+            yield
+            former.pop_all()
+
+    @contextmanager
+    def saved(self, name: str) -> Iterator[None]:
+        """Make a block that is in memory narrower for the duration of the context."""
+        parts = self._structure.blocks.get(name)
+        if parts is None:
+            yield
+            return
+        removed = _removed_units(parts, self._structure)
+        with set_attributes(parts.without(removed, self._structure.units)):
+            yield
+
+    def settle(self) -> None:
+        """Make all blocks, whose weights are in files, narrower permanently."""
+        for parts in self._structure.blocks.values():
+            removed = torch.arange(self._structure.count)
+            set_attributes(parts.without(removed, self._structure.units))
+        set_attributes(self._structure.attributes)
+
+
+def _removed_units(parts: BlockParts, structure: Structure) -> Tensor:
+    """Return the indices of `structure.count` units whose columns are zero in every consumer.
+
+    On a grid of few bits, columns of remaining units may be zero, too. Then the removed units are
+    identified by zero rows in the layers that produce them.
+    """
+    zero = parts.zero_units(structure.units)
+    if len(zero) > structure.count:
+        is_made = torch.zeros(structure.units, dtype=torch.bool)
+        for cut in parts.producers:
+            if cut.tensor.ndim > 1:
+                rows = cut.tensor.detach().movedim(cut.dim, 0)
+                is_made |= (rows != 0).reshape(structure.units, -1).any(1).cpu()
+        zero = zero[is_made[zero].long().sort(stable=True).indices[: structure.count]]
+    return zero.sort().values
+
+
+_OF_EFFECT = 0.02
+"""The largest distance of two outputs, relative to the units' effect, that is rounding."""
+
+
+class BlockTrial:
+    """Checks the first block of each arrangement of parameters; see `_check_block`."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure, self._seen = structure, set[Hashable]()
+
+    def check(self, block: Block, run: Callable[[], Tensor | None]) -> None:
+        """Check a block, unless a block with the same parameters was checked."""
+        parts = self._structure.blocks.get(block.name)
+        if parts is None:
+            return
+        make = tuple((type(c.module), c.name, c.dim, c.width) for c in parts.cuts)
+        if make not in self._seen:
+            self._seen.add(make)
+            _check_block(self._structure, parts, run, block)
+
+
+def _check_block(
+    structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], block: Block
+) -> None:
+    """Check by a forward that the parts of a block's units are what their shapes suggest.
+
+    Random units are removed temporarily. With their columns of the consumers zero, the output must
+    not depend on the parameters that produce these units, and the narrower block must return the
+    same output. For experts, the narrower block must return the output of all experts with a router
+    that does not choose the removed ones.
+
+    Args:
+        structure: The units.
+        parts: The parts of the block that belong to them.
+        run: Runs the block on one batch, and returns its hidden state; `None` if the batch does
+            not reach it.
+        block: The block.
+
+    Raises:
+        TargetError: The outputs differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    removed = torch.randperm(structure.units, generator=generator)[: structure.count].sort().values
+    routing = Routing(block.module, parts, structure) if structure.kind == "experts" else None
+    if routing is not None:
+        routing.require_all()
+    dense = run()
+    if dense is None:
+        return
+    dense, name = dense.detach().clone(), block.name
+    try:
+        if routing is not None:
+            with routing.without(removed):
+                expected = independent = _output(run)
+            with routing.without(removed[:1]):  # as in the search, whose first sets have one expert
+                run()
+        else:
+            # Noise in place of the producers' entries must not change the output once the
+            # consumers ignore these units.
+            noise = [cut.randomised(removed, generator) for cut in parts.producers]
+            with set_attributes([cut.zeroed(removed) for cut in parts.consumed]):
+                expected = _output(run)
+                with set_attributes(noise):
+                    independent = _output(run)
+        with set_attributes(parts.without(removed, structure.units)):
+            narrower = _output(run)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise _refused(structure, name, f"does not run: {error}") from error
+    # Another order of sums is no fault: allow rounding, relative to the units' effect or output.
+    effect = float(torch.linalg.vector_norm(expected - dense.float()))
+    size = float(torch.linalg.vector_norm(expected))
+    allowed = max(_OF_EFFECT * effect, 4 * torch.finfo(dense.dtype).eps * size)
+    if not float(torch.linalg.vector_norm(independent - expected)) <= allowed:
+        raise _refused(structure, name, "would lose more than those: others are made with them")
+    if not float(torch.linalg.vector_norm(narrower - expected)) <= allowed:
+        raise _refused(structure, name, "computes something else")
+
+
+def _output(run: Callable[[], Tensor | None]) -> Tensor:
+    hidden = run()
+    assert hidden is not None
+    return hidden.detach().float().clone()
+
+
+def _refused(structure: Structure, name: str, problem: str) -> TargetError:
+    return TargetError(
+        f"`structure: {structure.kind}`: {name} without some of its {structure.kind} {problem}. "
+        "They do not lie in its weights as `structure` can remove them; use `sparsity` or "
+        "`pattern` without it."
+    )
