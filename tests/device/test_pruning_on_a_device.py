@@ -19,6 +19,7 @@ from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, prune_weigh
 from mrp_lightning.calibration.offload import held_on_cpu
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets import values as values_module
 from mrp_lightning.targets.plan import make_plan
 
@@ -30,7 +31,8 @@ FAMILIES = ["llama", "opt", "mamba", "mixtral", "gemma3n_text", "t5", "vit"]
 @pytest.fixture(autouse=True)
 def _weights_in_disguise_are_dense(monkeypatch):
     """Their class is not that of a parameter, as sharded or quantized weights' is not."""
-    monkeypatch.setattr(values_module, "why_not_plain", lambda *_, **__: None)
+    for module in (plan_module, values_module):
+        monkeypatch.setattr(module, "why_not_plain", lambda *_, **__: None)
 
 
 STAND_IN = pytest.mark.skipif(torch.cuda.is_available(), reason="of the stand-in; here is a GPU")
