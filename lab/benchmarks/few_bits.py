@@ -5,6 +5,7 @@ Bits are those of the blocks' matrices: at 16 bits and at four, places and scale
 
 import argparse
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import originals
 import torch
+from pages.storage import bits_of
 from torch import Tensor, nn
 
 from export import to_gguf
@@ -24,7 +28,6 @@ from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import scores_of
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.eight_bit_head import round_head
 
@@ -51,15 +54,6 @@ class Cost:
     way: str
     bits: float
     perplexity: float
-
-
-def bits_of(recipe: Recipe) -> float:
-    """Return the packed bits a weight: position, value if it is kept, and share of the scale."""
-    grid = recipe.grid
-    value, scale = (16, 0.0) if grid is None else (grid.bits, 16 / grid.group_size)
-    if isinstance(recipe.pattern, Dense):
-        return value + scale
-    return 1 + (1 - recipe.pattern.sparsity) * value + scale
 
 
 class Costs:

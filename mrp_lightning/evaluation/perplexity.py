@@ -12,7 +12,8 @@ from torchmetrics.utilities import dim_zero_cat
 from mrp_lightning.records.evaluation import UNNAMED
 from mrp_lightning.text.windows import Windows
 
-_POSITIONS = 1024  # whose float32 logits are in memory at a time
+_LOGITS = 2**25
+"""Logits with a float32 copy in memory at a time, 128 MiB: a Qwen has 152,000 for each token."""
 
 
 def token_losses(
@@ -37,13 +38,11 @@ def token_losses(
     if wanted is not None:
         predicted = predicted & wanted[:, 1:]
     targets = ids[:, 1:].long().masked_fill(~predicted, -100)
+    positions = max(1, _LOGITS // logits.shape[-1])
     parts = [
         F.cross_entropy(some.float(), of_some, ignore_index=-100, reduction="none")
-        for some, of_some in zip(
-            logits[:, :-1].flatten(0, 1).split(_POSITIONS),
-            targets.flatten().split(_POSITIONS),
-            strict=True,
-        )
+        for window, of_window in zip(logits[:, :-1], targets, strict=True)
+        for some, of_some in zip(window.split(positions), of_window.split(positions), strict=True)
     ]
     return torch.cat(parts).view(targets.shape), predicted
 

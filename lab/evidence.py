@@ -1,0 +1,328 @@
+"""`make evidence`: one protocol for real models of several sizes, in one table.
+
+    python lab/evidence.py --config lab/pages/evidence.yaml
+
+Each run of the sweep is made by `mrp-lightning sweep` in a process of its own, so that its peak of
+memory is its own, in the order of `order`. Its row is added to the table, and the page and its
+picture are made anew from that table. A run whose row is in the table is not repeated, even where
+its directory is gone: an interrupted command goes on, also on another machine. There `sweep`
+evaluates each dense model once more.
+"""
+
+import csv
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from page import on_paper
+from pages.storage import bits_of
+
+from mrp_lightning.cli.parser import Parser
+from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.pictures import INK, Picture, line_styles, picture
+from mrp_lightning.experiments.runs import TRIAL, RunDirectory, read_run
+from mrp_lightning.experiments.scores import Table, markdown, scores_of, text
+from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.trials import Trial, parse_setting
+from mrp_lightning.files import save_text
+
+COLUMNS = (
+    "model", "format", "method", "seed", "text", "perplexity", "dense_perplexity", "bits_on_disk",
+    "cpu_seconds", "peak_memory_mb", "tokens_per_second", "engine", "command",
+)  # fmt: skip
+KEY = ["model", "format", "method", "seed", "text", "engine"]
+DENSE = "dense"
+DRAWN = ("2:4", "50%")
+"""The formats of the picture."""
+_POLL = 0.2  # seconds
+
+
+@dataclass(kw_only=True)
+class Model:
+    """A model of the page.
+
+    Args:
+        weights: The number of its parameters, for the axis of the picture.
+        note: Its source, and whom the grid of its weights flatters.
+    """
+
+    weights: float
+    note: str
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """Make the runs of a sweep one after another, and keep their table and its page.
+
+    Args:
+        sweep: Configurations of the sweep, as `mrp-lightning sweep --config` takes them. Its models
+            are called `MODEL-TEXT`.
+        models: The models by name, in the order of their size.
+        title: The title of the page.
+        description: The protocol.
+        order: Names of runs, `MODEL-TEXT/TRIAL` with shell wildcards, the most important first.
+            Those that no pattern matches are not made.
+        table: The table, a CSV file.
+        page: The page, a Markdown file. Its picture has the same name.
+        limit: The most runs to make; 0 only writes the page.
+    """
+
+    sweep: list[str]
+    models: dict[str, Model]
+    title: str
+    description: str
+    order: list[str]
+    table: str = "lab/results/evidence.csv"
+    page: str = "lab/results/evidence.md"
+    limit: int | None = None
+
+
+def main(args: Sequence[str]) -> None:
+    """Make the runs that have no row yet, and write table, page and picture after each."""
+    parser = Parser(prog="python lab/evidence.py", description=str(Evidence.__doc__))
+    parser.add_argument("--config", action="config", help="YAML; may be repeated.")
+    parser.add_class_arguments(Evidence)
+    options = vars(parser.instantiate(parser.parse_args(list(args))))
+    evidence = Evidence(**{key: value for key, value in options.items() if key != "config"})
+    sweep = read_sweep([f"--config={path}" for path in evidence.sweep])
+    rows = read_table(Path(evidence.table))
+    failed = []
+    for trial in waiting(evidence, sweep, rows)[: evidence.limit]:
+        peak = make_run(evidence, sweep, trial)
+        if peak is None:
+            failed.append(str(trial.directory))
+            continue
+        rows = with_run(rows, evidence, sweep, trial, peak)
+        save_text(evidence.table, in_csv(rows))
+        write_page(evidence, sweep, rows)
+    write_page(evidence, sweep, rows)
+    if failed:
+        raise SystemExit(f"error: {len(failed)} runs failed: {', '.join(failed)}")
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Return the rows of the table, all of them strings; none if there is no file."""
+    if not path.exists():
+        return pd.DataFrame(columns=COLUMNS, dtype=str)
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def in_csv(rows: pd.DataFrame) -> str:
+    """Return the table as CSV."""
+    return rows.to_csv(index=False, lineterminator="\n", quoting=csv.QUOTE_MINIMAL)
+
+
+def waiting(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> list[Trial]:
+    """Return the trials without a row, the most important first, each model's dense one before."""
+    done = {(row["model"], row["format"], row["method"], row["seed"], row["text"])
+            for _, row in rows.iterrows()}  # fmt: skip
+    ordered: dict[Trial, None] = {}
+    for pattern in evidence.order:
+        for trial in sweep.trials:
+            if fnmatchcase(str(trial.directory), pattern):
+                ordered[Trial(trial.model)] = None
+                ordered[trial] = None
+    return [trial for trial in ordered if tuple(key_of(trial).values()) not in done]
+
+
+def key_of(trial: Trial) -> dict[str, str]:
+    """Return the columns of a trial's row that name it."""
+    model, _, text_name = trial.model.rpartition("-")
+    method = trial.label if trial.method else ""
+    seed = "" if trial.seed is None else str(trial.seed)
+    return {
+        "model": model,
+        "format": trial.setting,
+        "method": method,
+        "seed": seed,
+        "text": text_name,
+    }
+
+
+def command_of(evidence: Evidence, trial: Trial) -> str:
+    """Return the command that makes the run of a trial."""
+    configs = [word for path in evidence.sweep for word in ("--config", path)]
+    return shlex.join(
+        ["python", "-m", "mrp_lightning", "sweep", *configs, "--only", str(trial.directory)]
+    )
+
+
+def make_run(evidence: Evidence, sweep: Sweep, trial: Trial) -> int | None:
+    """Make the run of a trial in a process of its own.
+
+    Returns:
+        The peak of its resident memory in bytes; 0 for a run that existed; `None` if it failed.
+    """
+    if (sweep.directory(trial) / TRIAL).exists():
+        return 0
+    _, *arguments = shlex.split(command_of(evidence, trial))
+    status, peak = run_alone(arguments)
+    return peak if status == 0 else None
+
+
+def run_alone(arguments: Sequence[str]) -> tuple[int, int]:
+    """Run Python in a process of its own; return its exit status, and its peak memory in bytes.
+
+    The kernel's usage of a child begins with the size of its parent, and so is of no use here.
+    """
+    process, peak = subprocess.Popen([sys.executable, *arguments]), 0
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        largest = re.search(r"VmHWM:\s+(\d+) kB", status)  # absent once the process has ended
+        peak = int(largest[1]) * 2**10 if largest else peak
+        time.sleep(_POLL)
+    return process.returncode, peak
+
+
+def with_run(
+    rows: pd.DataFrame, evidence: Evidence, sweep: Sweep, trial: Trial, peak: int
+) -> pd.DataFrame:
+    """Return the table with the row of a run, in the order of the sweep's trials."""
+    run = read_run(sweep.directory(trial), str(trial.directory))
+    row = row_of(evidence, trial, run, peak, dense_perplexity(rows, trial))
+    rows = pd.concat([rows, pd.DataFrame([row], columns=COLUMNS)], ignore_index=True)
+    places = {tuple(key_of(each).values()): i for i, each in enumerate(sweep.trials)}
+    order = [places.get(tuple(row), len(places)) for row in rows[KEY[:-1]].to_numpy()]
+    return rows.iloc[pd.Series(order).argsort(kind="stable")].reset_index(drop=True)
+
+
+def dense_perplexity(rows: pd.DataFrame, trial: Trial) -> str:
+    """Return the perplexity of a trial's dense model, from its row."""
+    key = key_of(trial) | {"format": DENSE}
+    is_dense = (rows[["model", "format", "text"]] == [key["model"], DENSE, key["text"]]).all(axis=1)
+    return str(rows.loc[is_dense, "perplexity"].iloc[0]) if is_dense.any() else ""
+
+
+def row_of(
+    evidence: Evidence, trial: Trial, run: RunDirectory, peak: int, dense: str
+) -> dict[str, str]:
+    """Return the row of a run."""
+    (score,) = [row["value"] for row in scores_of(run) if row["score"].is_perplexity]
+    bits = bits_of(parse_setting(trial.setting, trial.method)) if trial.method else 16.0
+    seconds = run.report.cpu_seconds if run.report else None
+    return key_of(trial) | {
+        "perplexity": f"{score:.4f}",
+        "dense_perplexity": dense if trial.method else f"{score:.4f}",
+        "bits_on_disk": f"{bits:g}",
+        "cpu_seconds": "" if seconds is None else f"{seconds:.1f}",
+        "peak_memory_mb": f"{peak / 1e6:.0f}" if peak else "",
+        "tokens_per_second": "",
+        "engine": "",
+        "command": command_of(evidence, trial),
+    }
+
+
+def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
+    """Write the page about the rows, and its picture."""
+    page = Path(evidence.page)
+    configs = " ".join(f"--config {path}" for path in evidence.sweep)
+    parts = [f"# {evidence.title}", evidence.description.strip(), "```\nmake evidence\n```"]
+    drawn = loss_by_size(evidence, sweep, rows)
+    if drawn is not None:
+        save_text(page.with_suffix(".svg"), on_paper(drawn))
+        parts.append(f"![{drawn.alt}]({page.stem}.svg)")
+    for name, model in evidence.models.items():
+        of_model = rows[(rows["model"] == name) & (rows["engine"] == "")]
+        parts += [f"## {name}", model.note.strip()]
+        parts += [markdown(table) for table in tables_of(of_model)]
+    parts += list(left_out(evidence, sweep, rows))
+    parts.append(f"The runs are those of `mrp-lightning sweep {configs}`; each row of "
+                 f"[the table]({Path(evidence.table).name}) has its own command.")  # fmt: skip
+    save_text(page, "\n\n".join(parts) + "\n")
+
+
+def tables_of(rows: pd.DataFrame) -> Iterator[Table]:
+    """Yield a table for each text: the perplexity of each format and method, and its cost."""
+    for text_name, of_text in rows.groupby("text", sort=False):
+        header = ("method", "bits", "perplexity @512", "× dense", "CPU seconds", "memory, GB")
+        cells = []
+        for (form, method), of_row in of_text.groupby(["format", "method"], sort=False):
+            perplexity = pd.to_numeric(of_row["perplexity"])
+            times = perplexity / pd.to_numeric(of_row["dense_perplexity"])
+            peak = pd.to_numeric(of_row["peak_memory_mb"]).max() / 1000
+            cells.append((
+                str(form), str(method), of_row["bits_on_disk"].iloc[0],
+                text(perplexity, numbers.perplexity), f"{times.mean():.3f}",
+                text(pd.to_numeric(of_row["cpu_seconds"]).dropna(), numbers.seconds),
+                numbers.MISSING if pd.isna(peak) else f"{peak:.1f}",
+            ))  # fmt: skip
+        yield Table.of_rows("", header, cells, group=str(text_name))
+
+
+def left_out(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Iterator[str]:
+    """Yield the part about the runs of the sweep that have no row yet."""
+    missing = waiting(evidence, sweep, rows)
+    if missing:
+        counts = pd.Series([trial.model for trial in missing]).value_counts(sort=False)
+        listed = "\n".join(f"* {model}: {count}" for model, count in counts.items())
+        yield "## Left out"
+        count = f"{len(missing)} of {len(sweep.trials)} runs"
+        yield f"{count} were not made yet. `make evidence` goes on with them:"
+        yield listed
+
+
+def loss_by_size(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Picture | None:
+    """Draw the share that pruning adds to the perplexity over the size of the model.
+
+    `None` where fewer than two models have a row in one of the drawn formats.
+    """
+    rows = rows[
+        rows["format"].isin(DRAWN) & (rows["engine"] == "") & (rows["dense_perplexity"] != "")
+    ]
+    if rows["model"].nunique() < 2:
+        return None
+    added = pd.to_numeric(rows["perplexity"]) / pd.to_numeric(rows["dense_perplexity"]) - 1
+    rows = rows.assign(
+        added=100 * added, weights=[evidence.models[m].weights / 1e6 for m in rows["model"]]
+    )
+    values = rows.groupby(["text", "format", "method", "weights"], sort=False)["added"].mean()
+    methods = {trial.label: trial.method for trial in sweep.trials if trial.method}
+    words = "; ".join(
+        f"{text_name}, {form} by {method}, {weights:g} million weights: {value:.0f}%"
+        for (text_name, form, method, weights), value in values.items()
+    )
+    caption = "Percent added to the perplexity, over millions of weights."
+    return picture("evidence", caption, words, lambda: draw(values, methods))
+
+
+def draw(values: pd.Series, methods: dict[str, Any]) -> Figure:
+    """Draw a field for each text and format, and in it a line for each method."""
+    fields = list(dict.fromkeys((key[0], key[1]) for key in values.index))
+    figure = Figure(figsize=(3.4 * len(fields), 3.4), layout="constrained")
+    labels = [label for label in methods if label in values.index.get_level_values("method")]
+    styles = dict(zip(labels, line_styles([methods[label] for label in labels]), strict=True))
+    for axes, field in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields, strict=True):
+        for label in labels:
+            key = (*field, label)
+            if key in values.index.droplevel("weights"):
+                line = values.loc[key].sort_index()
+                axes.plot(line.index, line, label=label, **styles[label])
+        axes.set(xscale="log", yscale="log", title=f"{field[0]}, {field[1]}")
+        sizes = sorted(values.loc[field].index.get_level_values("weights").unique())
+        axes.xaxis.set_major_locator(FixedLocator(sizes))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} M"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"+{value:g}%"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.tick_params(labelcolor=INK)
+        axes.legend(frameon=False, fontsize=8)
+    figure.supylabel("added to the perplexity", fontsize=9)
+    return figure
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
