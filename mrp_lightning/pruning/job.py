@@ -19,7 +19,7 @@ from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.columns import check_column_method
 from mrp_lightning.solver.patterns import Dense, SemiStructured
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.recipe import LayerSettings, Recipe
 from mrp_lightning.targets.blocks import as_patterns
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
@@ -100,7 +100,7 @@ class BlockTuning:
 
 @checked(errors=ERROR_OF_ARGUMENT)
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(LayerSettings):
     """The arguments of a pruning, which are also keyword arguments of the callbacks.
 
     Give exactly one of `sparsity` and `pattern`, or, for quantisation alone, neither but `bits`,
@@ -113,54 +113,6 @@ class Settings:
         OptionError: Another argument is out of range, or contradicts the others; or `targets` is
             empty.
     """
-
-    method: str
-    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair MASK+COMPENSATION, with
-    MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
-
-    sparsity: float | None = None
-    """The fraction of the weights to remove, in (0, 1)."""
-
-    pattern: str | int | None = None  # int, to explain that YAML reads an unquoted 2:4 as a number
-    """"N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads an unquoted
-    2:4 as a number."""
-
-    block_size: int | None = 128
-    """The number of columns (input features) whose weights are chosen together; for an N:M pattern,
-    a multiple of M. `None` means all columns."""
-
-    damping: float = 0.01
-    """The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to the diagonal."""
-
-    tolerance: float = 1e-6
-    """The relative distance (> 0) to the optimal loss at which the exact compensation M stops."""
-
-    bits: int | None = None
-    """3, 4 or 8: the kept weights are quantised to a grid of this many bits, with a scale for each
-    row and `group_size` columns, so that the layer's outputs change least. The checkpoint keeps its
-    dtype, and its values lie exactly on the grid. Without `sparsity` and `pattern`, quantisation is
-    all that happens. `None` means no quantisation."""
-
-    group_size: int = GROUP_SIZE
-    """The number of columns (input features) of a row that share a scale, for `bits`."""
-
-    grid: str | None = None
-    """The type of an inference engine, to whose grid the kept weights are quantised: q3_k, q4_0,
-    q4_1, q4_k, q5_0, q5_1, q5_k, q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128,
-    int8-g32, int8-g64 or int8-g128 of compressed-tensors. iq4_nl and the types with minima, q4_1,
-    q4_k, q5_1 and q5_k, hold no removed weights. It implies `bits` and `group_size`. An export to
-    that type (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this
-    project's own grid of `bits`."""
-
-    zero_has_a_code: bool = False
-    """Whether one of the codes of `bits` is zero, for removed weights, as needed by formats that
-    store a code for every weight; it costs one to two percent of a layer's loss."""
-
-    head_grid: str | None = None
-    """The type of an engine, as for `grid`, to whose grid the output head of a transformers model
-    is quantised, last, by the Hessian of its inputs in the pruned model, so that its logits change
-    least. Embeddings that are tied to the head change with it; others stay as they are. It goes
-    with any pruning, or alone. `None` leaves the head as it is."""
 
     balance: bool = False
     """Whether columns are scaled before they are put on a grid, by factors that cancel in the norm
@@ -235,20 +187,7 @@ class Settings:
             object.__setattr__(self, name, as_patterns(getattr(self, name)) or None)
         if self.structure is not None:
             self._check_structure()
-        recipe = Recipe.of(
-            method=self.method,
-            sparsity=self.sparsity,
-            pattern=self.pattern,
-            block_size=self.block_size,
-            damping=self.damping,
-            tolerance=self.tolerance,
-            bits=self.bits,
-            group_size=self.group_size,
-            grid=self.grid,
-            zero_has_a_code=self.zero_has_a_code,
-            leaves_zeros=self.structure is None,
-            head_grid=self.head_grid,
-        )
+        recipe = Recipe.parse(self, leaves_zeros=self.structure is None)
         object.__setattr__(self, "recipe", recipe)
         if recipe.is_of_head_alone:
             self._check_head_alone()

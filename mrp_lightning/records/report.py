@@ -13,7 +13,7 @@ from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.recipe import LayerSettings, Recipe
 from mrp_lightning.targets.blocks import listed
 
 if TYPE_CHECKING:
@@ -523,7 +523,7 @@ def _recipe(config: Mapping[str, Any]) -> Recipe:
     keys = ("sparsity", "pattern", "bits", "group_size", "grid", "head_grid")
     amount = {key: config[key] for key in keys if config.get(key) is not None}
     leaves_zeros = config.get("structure") is None
-    return Recipe.of(method="magnitude", leaves_zeros=leaves_zeros, **amount)
+    return Recipe.parse(LayerSettings(method="magnitude", **amount), leaves_zeros=leaves_zeros)
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,8 +81,64 @@ _MOST_DAMPING = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """The arguments of pruning one layer, as a user gives them.
+
+    `prune_weight` takes them as keywords, and the `Settings` of a model are these and more.
+    """
+
+    method: str
+    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair MASK+COMPENSATION, with
+    MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
+
+    sparsity: float | None = None
+    """The fraction of the weights to remove, in (0, 1)."""
+
+    pattern: str | int | None = None  # int, to explain that YAML reads an unquoted 2:4 as a number
+    """"N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads an unquoted
+    2:4 as a number."""
+
+    block_size: int | None = 128
+    """The number of columns (input features) whose weights are chosen together; for an N:M pattern,
+    a multiple of M. `None` means all columns."""
+
+    damping: float = 0.01
+    """The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to the diagonal."""
+
+    tolerance: float = 1e-6
+    """The relative distance (> 0) to the optimal loss at which the exact compensation M stops."""
+
+    bits: int | None = None
+    """3, 4 or 8: the kept weights are quantised to a grid of this many bits, with a scale for each
+    row and `group_size` columns, so that the layer's outputs change least. The checkpoint keeps its
+    dtype, and its values lie exactly on the grid. Without `sparsity` and `pattern`, quantisation is
+    all that happens. `None` means no quantisation."""
+
+    group_size: int = GROUP_SIZE
+    """The number of columns (input features) of a row that share a scale, for `bits`."""
+
+    grid: str | None = None
+    """The type of an inference engine, to whose grid the kept weights are quantised: q3_k, q4_0,
+    q4_1, q4_k, q5_0, q5_1, q5_k, q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128,
+    int8-g32, int8-g64 or int8-g128 of compressed-tensors. iq4_nl and the types with minima, q4_1,
+    q4_k, q5_1 and q5_k, hold no removed weights. It implies `bits` and `group_size`. An export to
+    that type (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this
+    project's own grid of `bits`."""
+
+    zero_has_a_code: bool = False
+    """Whether one of the codes of `bits` is zero, for removed weights, as needed by formats that
+    store a code for every weight; it costs one to two percent of a layer's loss."""
+
+    head_grid: str | None = None
+    """The type of an engine, as for `grid`, to whose grid the output head of a transformers model
+    is quantised, last, by the Hessian of its inputs in the pruned model, so that its logits change
+    least. Embeddings that are tied to the head change with it; others stay as they are. It goes
+    with any pruning, or alone. `None` leaves the head as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The parsed arguments of `prune_weight`. `Recipe.of` makes one from the arguments themselves.
+    """The parsed `LayerSettings`. `Recipe.of` makes one from the arguments themselves.
 
     Attributes:
         pattern: The number and the positions of the weights to remove.
@@ -133,38 +190,37 @@ class Recipe:
         object.__setattr__(self, "damping", float(value))
 
     @classmethod
-    def of(
-        cls,
-        *,
-        method: str,
-        sparsity: float | None = None,
-        pattern: str | int | None = None,
-        block_size: int | None = 128,
-        damping: float = 0.01,
-        tolerance: float = 1e-6,
-        bits: int | None = None,
-        group_size: int = GROUP_SIZE,
-        grid: str | None = None,
-        zero_has_a_code: bool = False,
-        leaves_zeros: bool = True,
-        head_grid: str | None = None,
-    ) -> "Recipe":
-        """Parse the arguments of `prune_weight`, which documents them and the errors.
+    def of(cls, **arguments: Any) -> "Recipe":
+        """Parse the arguments of `LayerSettings`, given as keywords; see `parse`."""
+        return cls.parse(LayerSettings(**arguments))
 
-        With `head_grid`, the grid of an output head, all other layers may stay as they are.
-        `leaves_zeros` says whether the removed weights are zeros of the result: without whole
-        columns the result is a smaller matrix, and its grid that of a dense one.
+    @classmethod
+    def parse(cls, settings: LayerSettings, *, leaves_zeros: bool = True) -> "Recipe":
+        """Parse the settings of a layer.
+
+        Args:
+            settings: The settings. With `head_grid`, the grid of an output head, all other layers
+                may stay as they are.
+            leaves_zeros: Whether removed weights are zeros of the result. Without whole columns the
+                result is a smaller matrix, and its grid that of a dense one.
+
+        Raises:
+            PatternError: `sparsity`, `pattern` or `block_size` are malformed.
+            MethodError: There is no such method, or not for this pattern.
+            OptionError: Another setting is out of range, or contradicts the others.
         """
-        sparse = sparsity is not None or pattern is not None
-        parsed_grid = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse and leaves_zeros)
-        is_dense = (parsed_grid is not None or head_grid is not None) and not sparse
+        is_sparse = settings.sparsity is not None or settings.pattern is not None
+        grid = _grid(settings, holds_zeros=is_sparse and leaves_zeros)
+        of_head = settings.head_grid
+        head_grid = None if of_head is None else grid_named(of_head, "head_grid")
+        is_dense = not is_sparse and (grid is not None or head_grid is not None)
         return cls(
-            pattern=Dense() if is_dense else make_pattern(sparsity, pattern),
-            method=parse_method(method, tolerance=tolerance),
-            block_size=block_size,
-            damping=damping,
-            grid=parsed_grid,
-            head_grid=None if head_grid is None else grid_named(head_grid, "head_grid"),
+            pattern=Dense() if is_dense else make_pattern(settings.sparsity, settings.pattern),
+            method=parse_method(settings.method, tolerance=settings.tolerance),
+            block_size=settings.block_size,
+            damping=settings.damping,
+            grid=grid,
+            head_grid=head_grid,
         )
 
     @property
@@ -217,10 +273,9 @@ class Recipe:
         return min(self.block_size, columns)
 
 
-def _grid(
-    bits: int | None, group_size: int, name: str | None, zero_has_a_code: bool, *, sparse: bool
-) -> Grid | None:
-    """Return the grid of the arguments of `prune_weight`."""
+def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
+    """Return the grid of the kept weights, one with a code for zero if it `holds_zeros`."""
+    name, bits, group_size = settings.grid, settings.bits, settings.group_size
     if name is not None:
         grid = grid_named(name)
         stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
@@ -234,7 +289,7 @@ def _grid(
                 f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
                 f"{' and '.join(contradictions)}. Leave out one or the other."
             )
-        if sparse and not grid.holds_zero:
+        if holds_zeros and not grid.holds_zero:
             raise OptionError(
                 f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
                 f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
@@ -242,11 +297,14 @@ def _grid(
             )
         return grid
     if bits is not None:
-        return grid_of_bits(bits, group_size, zero_has_a_code=zero_has_a_code or not sparse)
+        # A bitmask stores which weights are removed, so that none of the codes needs to be zero.
+        # Without a bitmask, zero is the best value of many a weight, and needs a code.
+        zero_has_a_code = settings.zero_has_a_code or not holds_zeros
+        return grid_of_bits(bits, group_size, zero_has_a_code=zero_has_a_code)
     if group_size != GROUP_SIZE:
         raise OptionError(
             f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it out."
         )
-    if zero_has_a_code:
+    if settings.zero_has_a_code:
         raise OptionError("`zero_has_a_code` means nothing without `bits`. Give both, or neither.")
     return None

@@ -1,12 +1,14 @@
 """What a recipe refuses, before any layer is seen."""
 
 import dataclasses
+import inspect
 
 import pytest
 
 from mrp_lightning.errors import MethodError, OptionError, PatternError
 from mrp_lightning.solver.patterns import Unstructured
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.pruning import prune_weight
+from mrp_lightning.solver.recipe import LayerSettings, Recipe
 
 
 @pytest.mark.parametrize("name", ["SS", "SM", "MM", "S+none"])
@@ -55,3 +57,12 @@ def test_the_tolerance_is_that_of_the_exact_compensation():
 def test_columns_chosen_together(method, block_size, expected):
     recipe = Recipe.of(method=method, sparsity=0.5, block_size=block_size)
     assert recipe.columns_together(64) == expected
+
+
+def test_prune_weight_takes_the_settings_of_a_layer():
+    """It spells them out, since they are its public signature."""
+    spelled = inspect.signature(prune_weight).parameters
+    for field in dataclasses.fields(LayerSettings):
+        if field.name not in ("method", "head_grid"):
+            parameter = spelled[field.name]
+            assert (parameter.annotation, parameter.default) == (field.type, field.default)
