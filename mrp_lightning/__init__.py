@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.pruning.job import BlockTuning
+    from mrp_lightning.pruning.settings import BlockTuning
     from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
     from mrp_lightning.solver.columns import ColumnSolution, prune_columns
 
@@ -68,7 +68,7 @@ silence_torchao()
 # Names that need more than torch are imported on first access (PEP 562).
 _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
-    "BlockTuning": "mrp_lightning.pruning.job",
+    "BlockTuning": "mrp_lightning.pruning.settings",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",
     "LayerReport": "mrp_lightning.records.report",

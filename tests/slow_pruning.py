@@ -10,7 +10,8 @@ from mrp_lightning import prune_weight
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning import sequential
-from mrp_lightning.pruning.job import Job, Listener, Settings
+from mrp_lightning.pruning.job import Job, Listener
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.layers import is_conv1d, is_linear
 from mrp_lightning.targets.plan import make_plan

@@ -9,8 +9,9 @@ import torch
 from families import batches, build, runner
 from torch import Tensor, nn
 
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.plan import Plan, make_plan
 

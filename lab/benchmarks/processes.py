@@ -43,8 +43,9 @@ from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layers
 from mrp_lightning.pruning.block import WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
-from mrp_lightning.pruning.job import BlockTuning, Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import BlockTuning, Settings
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.targets.plan import make_plan

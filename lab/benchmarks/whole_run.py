@@ -32,8 +32,9 @@ from transformers.utils import logging as transformers_logging
 from mrp_ground.environment import machine
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model, load_tokenizer
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.sources import standard_library

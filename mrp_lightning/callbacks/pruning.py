@@ -17,7 +17,7 @@ from mrp_lightning.files import output_path
 from mrp_lightning.loop.distributed import end_with_launcher
 from mrp_lightning.loop.pruned_module import PrunedModule
 from mrp_lightning.loop.pruning_run import Output, Run
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.signals import Interrupted
 

@@ -30,7 +30,7 @@ from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Dense

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from mrp_lightning.cli.command import add_model_options, make_parser, number_from
 from mrp_lightning.errors import OptionError
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.patterns import SemiStructured, make_pattern
 
 if TYPE_CHECKING:

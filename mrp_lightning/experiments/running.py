@@ -36,7 +36,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.pruning.job import BlockTuning
+from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, record
 
 _BAR = "trainer.enable_progress_bar"

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.module_parts import check_streamed_plan, checkpoint_root, streamed_blocks
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import Plan, find_head, make_plan
 
 

@@ -44,8 +44,9 @@ from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir, journ
 from mrp_lightning.narrowing.cutting import StreamedNarrowing, narrow
 from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import alike, find_blocks

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.arithmetic import ELEMENTS
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan

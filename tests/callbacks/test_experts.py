@@ -19,8 +19,9 @@ from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Train
 from mrp_lightning.narrowing.cutting import narrow
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
 from mrp_lightning.pruning.experts import ExpertRemover
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import make_plan
 
 QUIET = {

@@ -20,8 +20,9 @@ from mrp_lightning.narrowing.cutting import narrow
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
 from mrp_lightning.processes import ALONE
 from mrp_lightning.pruning.block import UnitRemover
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import make_plan

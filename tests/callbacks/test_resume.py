@@ -17,7 +17,7 @@ from mrp_lightning.errors import JournalError, OptionError, SaveError
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import Manifest
 from mrp_lightning.loop.pruned_module import num_bytes
-from mrp_lightning.pruning.job import BlockTuning
+from mrp_lightning.pruning.settings import BlockTuning
 
 
 class Killed(BaseException):

@@ -16,7 +16,7 @@ from mrp_lightning.errors import FormatError, OptionError, StrategyError, Target
 from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.module_parts import start_streamed
-from mrp_lightning.pruning.job import BlockTuning
+from mrp_lightning.pruning.settings import BlockTuning
 
 TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
 NAN = "model.layers.1.mlp.up_proj.weight"

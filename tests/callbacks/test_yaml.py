@@ -17,7 +17,7 @@ from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import BlockTuning, CausalLM, TextDataModule
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.errors import OptionError, PatternError
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 
 
 def parse(text: str) -> Callback:

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, prune_weight
 from mrp_lightning.calibration.offload import held_on_cpu
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets import values as values_module
 from mrp_lightning.targets.plan import make_plan

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from mrp_lightning.models.loading import load_model, load_tokenizer
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.windows import Draws, segments_of_text, tokenize
 

@@ -115,7 +115,7 @@ def test_words_of_readers_are_in_the_search(site, word):
 
 
 def test_the_page_of_the_callback_lists_all_arguments(site):
-    from mrp_lightning.pruning.job import Settings
+    from mrp_lightning.pruning.settings import Settings
 
     text = unescape(re.sub("<[^>]*>", "", (site / "api" / "index.html").read_text("utf-8")))
     for name in inspect.signature(Settings).parameters:

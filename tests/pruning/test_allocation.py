@@ -18,8 +18,8 @@ from mrp_lightning.pruning.allocation import (
     allocate,
     patterns_of_layers,
 )
-from mrp_lightning.pruning.job import Settings
 from mrp_lightning.pruning.prune_layers import prune_layers
+from mrp_lightning.pruning.settings import Settings
 
 OUTPUT = {"allocation": "output"}
 

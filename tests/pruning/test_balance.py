@@ -10,7 +10,7 @@ from mrp_lightning.errors import OptionError, SaveError, TargetError
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.pruning import balance
 from mrp_lightning.pruning.balance import Probe
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.blocks import find_blocks
 
 GRID = {"bits": 4, "group_size": 16, "balance": True}

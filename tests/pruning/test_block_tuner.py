@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import hidden_of
 from mrp_lightning.errors import DataError, OptionError, TargetError
-from mrp_lightning.pruning.job import BlockTuning
+from mrp_lightning.pruning.settings import BlockTuning
 
 # Six windows in three batches, of which the last is held out, and one batch a step.
 TUNING = BlockTuning(epochs=3, learning_rate=1e-3, batch_size=1)

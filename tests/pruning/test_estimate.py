@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.layers import layers_of
 from mrp_lightning.targets.plan import make_plan
 

@@ -10,8 +10,9 @@ from torch.nn import functional
 from mrp_lightning import prune_weight
 from mrp_lightning.calibration import hessians
 from mrp_lightning.errors import PatternError
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model as prune_job
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.patterns import make_pattern

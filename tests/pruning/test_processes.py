@@ -6,7 +6,7 @@ from slow_pruning import prune_model
 from thread_processes import together
 
 from mrp_lightning.errors import DataError, TargetError
-from mrp_lightning.pruning.job import BlockTuning
+from mrp_lightning.pruning.settings import BlockTuning
 
 BALANCED = {"bits": 4, "group_size": 16, "balance": True}
 

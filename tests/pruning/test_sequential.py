@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import HessianError, NumericalWarning
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model as prune_job
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import is_conv1d
 from mrp_lightning.targets.plan import make_plan

@@ -3,7 +3,7 @@
 import pytest
 
 from mrp_lightning import BlockTuning, MethodError, OptionError
-from mrp_lightning.pruning.job import Settings
+from mrp_lightning.pruning.settings import Settings
 
 
 def made(method="SM", pattern=None, **options) -> Settings:
