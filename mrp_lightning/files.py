@@ -31,7 +31,7 @@ _PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 _NAME_MAX, _ADDED = 255, 25
 """The most bytes of a file name, and those that are added to the name of a directory."""
 
-BESIDE = "module.safetensors"
+OTHER_WEIGHTS = "module.safetensors"
 """The name of the file with a LightningModule's weights outside of its Hugging Face model."""
 
 

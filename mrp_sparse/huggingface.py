@@ -57,8 +57,8 @@ class PackedConfig(QuantizationConfigMixin):
     ) -> None:
         form = self.layer.FORMAT
         # transformers calls with nothing, or with all keys of a file.
-        given = {"format_version": format_version, "quant_method": quant_method, "head": head}
-        present = {key: value for key, value in given.items() if value is not None}
+        settings = {"format_version": format_version, "quant_method": quant_method, "head": head}
+        present = {key: value for key, value in settings.items() if value is not None}
         check_settings(form, {"modules": modules, **present, **unknown})
         if head is not None:
             self.head = {key: head[key] for key in ("module", "format_version")}

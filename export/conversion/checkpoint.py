@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from export.loading import read
 from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError, first_line
-from mrp_lightning.files import BESIDE, visible_files
+from mrp_lightning.files import OTHER_WEIGHTS, visible_files
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -273,7 +273,7 @@ def _companions(path: Path) -> list[Path]:
     for file in sorted(visible_files(path)):
         relative = file.relative_to(path)
         weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-        weights = weights and str(relative) != BESIDE
+        weights = weights and str(relative) != OTHER_WEIGHTS
         replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
         if not replaced:
             files.append(relative)

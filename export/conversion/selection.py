@@ -24,7 +24,7 @@ from export.conversion.checkpoint import (
 )
 from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.files import BESIDE
+from mrp_lightning.files import OTHER_WEIGHTS
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
@@ -521,7 +521,7 @@ def _refuse_unknown(directory: Path, unknown: Iterable[str]) -> None:
 
     Layers of a user's module around the model, whose weights are in a separate file, are allowed.
     """
-    file = directory / BESIDE
+    file = directory / OTHER_WEIGHTS
     if unknown and file.is_file():
         unknown = set(unknown) - {name.rpartition(".")[0] for name in weight_file(file).names or []}
     if names := sorted(unknown):

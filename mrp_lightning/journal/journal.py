@@ -129,8 +129,8 @@ def empty(path: Path) -> None:
 
 def _refuse_others(path: Path) -> None:
     """Raise a `SaveError` if files that no journal wrote have the names of a journal's blocks."""
-    ours = _blocks(path)
-    names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in ours]
+    own_blocks = _blocks(path)
+    names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in own_blocks]
     if names:
         raise SaveError(
             f"The journal {path} cannot be written: {', '.join(sorted(names))} in it is not ours. "

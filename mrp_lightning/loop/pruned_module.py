@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import command
 from mrp_lightning.errors import FormatError, OptionError, SaveError
-from mrp_lightning.files import BESIDE, output_path, visible_files
+from mrp_lightning.files import OTHER_WEIGHTS, output_path, visible_files
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import digest
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -235,7 +235,7 @@ def _save_pruned(
         if extra := extra_weights(module):
             # Copies, since safetensors refuses tensors that share memory.
             tensors = {name: x.detach().clone().contiguous() for name, x in extra.items()}
-            save_file(tensors, staging / BESIDE, metadata={"format": "pt"})
+            save_file(tensors, staging / OTHER_WEIGHTS, metadata={"format": "pt"})
         if grid := _parameters_of_sources(module, report) | report.grid:
             save_parameters(grid, staging / GRID)
         _save_report(report, staging)

@@ -169,10 +169,10 @@ class MultipleRemoval(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Given(Mask):
+class FixedMask(Mask):
     """A mask that is known in advance."""
 
-    name: ClassVar[str] = "given"
+    name: ClassVar[str] = "fixed"
 
     pruned: Tensor  # bool (rows, columns), True = removed
 

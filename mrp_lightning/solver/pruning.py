@@ -21,7 +21,7 @@ from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.arithmetic import full_float32
 from mrp_lightning.solver.compensations import Compensated, ExactCompensation
 from mrp_lightning.solver.hessian import InputHessian
-from mrp_lightning.solver.masks import Given, Joint, Magnitude, smallest_of_blocks
+from mrp_lightning.solver.masks import FixedMask, Joint, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, Quality, check_weight
 from mrp_lightning.solver.quantisation import gather_parameters, on_grid
@@ -328,7 +328,7 @@ def _by_smallest(
     if not uncompensated < loss < math.inf:
         return None
     whole = replace(problem, block_size=problem.inputs.columns)
-    result = method.compensation.apply(whole, Given(pruned))
+    result = method.compensation.apply(whole, FixedMask(pruned))
     compensated = problem.loss(result.cast(dtype), problem.weight)
     if not compensated < loss:
         return None
