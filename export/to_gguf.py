@@ -87,6 +87,8 @@ def convert(options: Namespace) -> Path:
         )
     else:
         sys.stdout.write("Each holds the weights of the checkpoint to the bit.\n")
+    for note in written.notes:
+        sys.stdout.write(f"Note: {note}\n")
     return out
 
 

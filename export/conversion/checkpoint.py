@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
@@ -20,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from export.loading import read
 from mrp_ground.grid import GridParameters
-from mrp_lightning.errors import FormatError, first_line
+from mrp_lightning.errors import FormatError, counted, first_line
 from mrp_lightning.files import OTHER_WEIGHTS, visible_files
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import (
@@ -66,6 +68,10 @@ def silence_transformers() -> None:
         transformers_logging.disable_progress_bar()
 
 
+RECOMPUTED = re.compile(
+    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|\battention\.(masked_)?bias$"
+)
+"""Names of tensors in old files that transformers computes anew, if a model lacks them."""
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
@@ -128,6 +134,49 @@ class Checkpoint:
         name_in_model = names_in_model(model, get_model_conversion_mapping(model))
         for stored, tensor in self.tensors():
             yield (stored, *name_in_model(stored), tensor)
+
+    def state(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the parameters of a loaded model as the files hold them, in their precision.
+
+        Loading rounds to the dtype of the configuration. Parameters that transformers computes from
+        several tensors are those of the model.
+
+        Raises:
+            FormatError: The files hold tensors that the model has no place for, or more precise
+                ones from which it computes parameters.
+        """
+        state, lost, rounded = dict(model.state_dict()), [], []
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(parameter), []).append(name)
+        tied = {name: names for names in names_of.values() for name in names}
+        for stored, name, is_converted, tensor in self.parameters(model):
+            if name not in state:
+                lost += [] if RECOMPUTED.search(name) else [stored]
+            elif is_converted:
+                fits = torch.promote_types(tensor.dtype, state[name].dtype) == state[name].dtype
+                rounded += [] if fits else [stored]
+            else:
+                state |= dict.fromkeys(tied.get(name, [name]), tensor)
+        self._require_all_kept(model, lost, rounded)
+        return state
+
+    def _require_all_kept(
+        self, model: PreTrainedModel, lost: Sequence[str], rounded: Sequence[str]
+    ) -> None:
+        kind = type(model).__name__
+        if lost:
+            raise FormatError(
+                f"{self.path} holds {counted(len(lost), 'tensor')} for which a {kind} has no place "
+                f"and which would be lost: {', '.join(lost[:5])}. If the model is another one, "
+                "correct `architectures` or `model_type` in config.json."
+            )
+        if rounded:
+            raise FormatError(
+                f"{self.path} holds {len(rounded)} tensors that are more precise than "
+                f"{model.dtype}, the `dtype` of config.json, from which transformers computes "
+                f"parameters: {', '.join(rounded[:5])}. Correct `dtype`, or save them in it."
+            )
 
     def grid_parameters(self) -> dict[str, GridParameters]:
         """Read the grid parameters that the pruning kept, by the names of layers.

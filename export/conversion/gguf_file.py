@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.gguf_families import layout_of_family
-from export.conversion.gguf_layout import layout_like
+from export.conversion.gguf_like import layout_like
+from export.conversion.gguf_proof import prove
 from export.conversion.gguf_types import AUTO, TYPES, encode, exact_type
 from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError
@@ -29,12 +30,15 @@ class Written:
     Attributes:
         num_bytes: The bytes of all tensors.
         types: The number of tensors of each type.
-        rounded: The relative error of each tensor that its type does not hold to the bit, by name.
+        rounded: The relative error of each tensor that its type does not hold to the bit, by name;
+            all others are those of the checkpoint's files, compared.
+        notes: Differences between llama.cpp and transformers on some texts.
     """
 
     num_bytes: int
     types: Mapping[str, int]
     rounded: Mapping[str, float]
+    notes: Sequence[str] = ()
 
 
 def write_gguf(
@@ -59,8 +63,8 @@ def write_gguf(
         FormatError: The checkpoint is packed or quantized; or `like` is damaged, or has an
             architecture whose tensors cannot be identified.
         OptionError: `like` holds another model, a type cannot hold a matrix, or without `like` the
-            architecture or its tokenizer is unknown.
-        ParityError: A zero weight would not stay zero.
+            architecture or its tokenizer is unknown; or llama.cpp would compute another function.
+        ParityError: A zero weight would not stay zero, or the file does not hold the checkpoint.
         OSError: The file could not be written completely.
     """
     if like is not None:
@@ -96,7 +100,8 @@ def write_gguf(
     return Written(
         sum(tensor.n_bytes for tensor in GGUFReader(out).tensors),
         Counter(stored.kind.name for stored in encoded.values()),
-        {name: stored.error for name, stored in encoded.items() if stored.error},
+        prove(checkpoint, layout, out),
+        layout.notes,
     )
 
 

@@ -55,13 +55,10 @@ class Encoded:
     Attributes:
         content: The packed bytes, or the numbers of a floating-point type.
         kind: The type.
-        error: The root mean square of the rounding error, relative to that of the tensor; 0 if
-            exact.
     """
 
     content: _Array
     kind: GgufType
-    error: float = 0.0
 
 
 def _nibbles(codes: _Array) -> _Array:
@@ -268,5 +265,4 @@ def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:
     decoded = dequantize(content, kind.stored_as)
     if not np.isfinite(decoded).all() or decoded[values == 0].any():
         raise ParityError(f"{name} cannot be stored as {kind.name}; use --type bf16 or auto.")
-    change = np.linalg.norm(decoded - values) / (np.linalg.norm(values) or 1.0)
-    return Encoded(content, kind, float(change))
+    return Encoded(content, kind)

@@ -160,7 +160,7 @@ def test_what_is_not_known_needs_a_file(checkpoint, tmp_path, capsys):
     (directory / "tokenizer.json").unlink()
     for path, message in (
         (other, "`model_type` 'gpt2' is none of those"),
-        (yarn, "`rope_type` 'yarn' are not known"),
+        (yarn, "`rope_type` 'yarn' is not known"),
         (directory, "has no tokenizer.json"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -1,0 +1,236 @@
+"""What a GGUF file can hold of a transformers configuration, field by field.
+
+llama.cpp computes an architecture as its own code says: metadata change some numbers of it, and the
+rest, such as the activation, is fixed. A checkpoint whose configuration says otherwise would run,
+and compute another function. So every field of a family's configuration class is known here, and
+has a value that the file holds, or the checkpoint is refused by the name of the field.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+from mrp_lightning.errors import OptionError
+
+Rule = Callable[[PreTrainedConfig], str | None]
+"""Return why llama.cpp cannot compute with a field of a configuration, `None` if it can."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # training and bookkeeping
+        *("initializer_range", "attention_dropout", "transformers_version", "problem_type"),
+        *("id2label", "label2id", "dtype"),
+        # the form of the outputs, and caches
+        *("output_hidden_states", "return_dict", "use_cache"),
+        # how products are split, which changes no result
+        *("chunk_size_feed_forward", "pretraining_tp"),
+        # the tokenizer's metadata name these tokens
+        *("pad_token_id", "bos_token_id", "eos_token_id"),
+        # tensors decide: a head that differs from the embeddings is stored
+        "tie_word_embeddings",
+    }
+)
+"""Fields of configurations that do not change the next token's probabilities."""
+
+SIZES = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("max_position_embeddings", "rms_norm_eps"),
+    }
+)
+"""Fields that every family writes as metadata."""
+
+SILU = ("silu", "swish")
+GELU = ("gelu_pytorch_tanh", "gelu_new")  # llama.cpp's GELU is the approximation by tanh
+NO = (None, False)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a configuration class beyond `SIZES` and `WITHOUT_EFFECT`.
+
+    Attributes:
+        stored: Fields of which a file holds any value, as metadata or tensors.
+        fixed: The values with which llama.cpp computes, by field.
+        judged: A rule for each field whose values depend on others.
+        warned: A rule for each field whose values matter for some texts only.
+        implied: Fields that only give defaults of others.
+    """
+
+    stored: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    judged: Mapping[str, Rule] = field(default_factory=dict)
+    warned: Mapping[str, Rule] = field(default_factory=dict)
+    implied: frozenset[str] = frozenset()
+
+    @property
+    def known(self) -> frozenset[str]:
+        """All fields that this family knows."""
+        own = self.stored | self.fixed.keys() | self.judged.keys() | self.warned.keys()
+        return SIZES | WITHOUT_EFFECT | _OF_ALL.keys() | self.implied | own
+
+    def warnings(self, config: PreTrainedConfig) -> list[str]:
+        """Return the differences between llama.cpp and transformers on some texts."""
+        reasons = (rule(config) for rule in self.warned.values())
+        return [reason for reason in reasons if reason is not None]
+
+    def problems(self, config: PreTrainedConfig, unless: Collection[str] = ()) -> Iterator[str]:
+        """Yield the fields, by name, with values that the file of a family cannot hold."""
+        for each in fields(config):
+            if each.name not in self.known:
+                yield f"`{each.name}` {getattr(config, each.name)!r} is not known here"
+        for name, values in self.fixed.items():
+            value = getattr(config, name, None)
+            if value not in values:
+                expected = " or ".join(map(repr, values))
+                yield f"`{name}` is {value!r}, and llama.cpp computes with {expected}"
+        yield from own_code(config)
+        for name, rule in self.judged.items():
+            if name not in unless and (reason := rule(config)):
+                yield reason
+
+    def require(self, config: PreTrainedConfig, source: Any, unless: Collection[str] = ()) -> None:
+        """Raise an OptionError that lists all fields that the file cannot hold.
+
+        Args:
+            config: A configuration of the family.
+            source: The location of the checkpoint, for the message.
+            unless: Fields that are not judged.
+        """
+        if problems := list(self.problems(config, unless)):
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise OptionError(
+                f"{source}: llama.cpp would compute another function than this model "
+                f"(`model_type` {config.model_type!r}), in {len(problems)} of the fields of its "
+                "configuration. Serve it with transformers or vLLM, or correct config.json where "
+                f"it does not describe the model:\n{listed}"
+            )
+
+
+def _architectures(config: PreTrainedConfig) -> str | None:
+    expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    names = config.architectures or []
+    if expected is None or [name.lower() for name in names] in ([], [expected.__name__.lower()]):
+        return None
+    return f"`architectures` names {', '.join(names)}, and the file is of a {expected.__name__}"
+
+
+def _auto_map(config: PreTrainedConfig) -> str | None:
+    own_code = getattr(config, "auto_map", None) or {}
+    # Code of a tokenizer is no code of the model, and its tokenizer.json is what the file holds.
+    of_model = [name for name in own_code if name.startswith(("AutoConfig", "AutoModel"))]
+    if not of_model:
+        return None
+    return f"`auto_map` gives code of the checkpoint for {', '.join(of_model)}"
+
+
+def _per_layer(config: PreTrainedConfig) -> str | None:
+    if not getattr(config, "is_heterogeneous", False):
+        return None
+    return "`per_layer_config` gives some blocks other values"
+
+
+def _encoder_decoder(config: PreTrainedConfig) -> str | None:
+    return "`is_encoder_decoder` is true" if config.is_encoder_decoder else None
+
+
+_OF_ALL: Mapping[str, Rule] = {
+    "architectures": _architectures,
+    "auto_map": _auto_map,
+    "per_layer_config": _per_layer,
+    "is_encoder_decoder": _encoder_decoder,
+}
+"""Rules for fields of every configuration."""
+
+
+def own_code(config: PreTrainedConfig) -> list[str]:
+    """Return why the model is none of transformers' class for its `model_type`, by field."""
+    reasons = (rule(config) for rule in _OF_ALL.values())
+    return [reason for reason in reasons if reason is not None]
+
+
+def head_dim_divides(config: PreTrainedConfig) -> str | None:
+    """Return why heads have another width than llama.cpp derives from the model's width."""
+    width = config.hidden_size // config.num_attention_heads
+    value = getattr(config, "head_dim", None) or width
+    if value == width:
+        return None
+    return f"`head_dim` is {value}, and llama.cpp computes with hidden_size / heads, {width}"
+
+
+def layers_alternate(period: int) -> Rule:
+    """Return a rule: of `period` layers, the last attends to all tokens, the others to a window."""
+
+    def rule(config: PreTrainedConfig) -> str | None:
+        expected = [
+            "full_attention" if (index + 1) % period == 0 else "sliding_attention"
+            for index in range(config.num_hidden_layers)
+        ]
+        if list(config.layer_types) == expected:
+            return None
+        return (
+            f"`layer_types` are {_counts(config.layer_types)}, and llama.cpp takes one layer in "
+            f"{period} as full attention, the last of them, and the others as sliding"
+        )
+
+    return rule
+
+
+def all_attend(config: PreTrainedConfig) -> str | None:
+    """Return why a layer is of neither full nor sliding attention; see also `unheld_window`."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"`layer_types` names {', '.join(other)}, and llama.cpp attends to all tokens"
+    return None
+
+
+def has_number(name: str) -> Rule:
+    """Return a rule: a field must not be null, since llama.cpp then takes a number of its own."""
+
+    def rule(config: PreTrainedConfig) -> str | None:
+        value = getattr(config, name, None)
+        return None if value is not None else f"`{name}` is null, and llama.cpp needs a number"
+
+    return rule
+
+
+def scale_of_queries(blocks_of_largest: int) -> Rule:
+    """Return a rule for Gemma's `query_pre_attn_scalar`, which metadata have no place for.
+
+    llama.cpp divides scores by √head_dim, but in models with as many blocks as the largest by
+    √(hidden_size / heads).
+    """
+
+    def rule(config: PreTrainedConfig) -> str | None:
+        expected = config.head_dim
+        if config.num_hidden_layers == blocks_of_largest:
+            expected = config.hidden_size // config.num_attention_heads
+        if config.query_pre_attn_scalar == expected:
+            return None
+        return (
+            f"`query_pre_attn_scalar` is {config.query_pre_attn_scalar}, and llama.cpp computes "
+            f"with {expected} in a model of this size"
+        )
+
+    return rule
+
+
+def unheld_window(config: PreTrainedConfig) -> str | None:
+    """Return a warning of an attention window that llama.cpp lacks and a text may exceed."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= config.max_position_embeddings:
+        return None
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"]):
+        return None
+    return (
+        f"`sliding_window` is {window}, and llama.cpp attends to all tokens: texts of more than "
+        f"{window} tokens get other logits than from transformers. Run it with `-c {window}`, or "
+        "where windows are read."
+    )
+
+
+def _counts(kinds: Any) -> str:
+    return ", ".join(f"{list(kinds).count(kind)} × {kind}" for kind in dict.fromkeys(kinds))

@@ -1,0 +1,192 @@
+"""A GGUF file is compared with the files of the checkpoint, whatever the configuration says."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("gguf", reason="needs the extra `gguf`")
+pytest.importorskip("accelerate", reason="needs the extra `gguf`")
+
+import gguf
+from gguf.quants import dequantize
+
+from callbacks import MRPCallback
+from export.conversion import gguf_file
+from export.conversion.gguf_types import Encoded, encode
+from export.to_gguf import main
+from mrp_lightning import CausalLM, Trainer
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+
+
+def change(directory, **tensors):
+    """Store tensors in place of those of the model, or beside them; None removes one."""
+    stored = load_file(directory / "model.safetensors") | tensors
+    save_file(
+        {name: tensor for name, tensor in stored.items() if tensor is not None},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+def configure(directory, **values):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def tensors_in(file):
+    return {
+        tensor.name: torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        for tensor in gguf.GGUFReader(file).tensors
+    }
+
+
+def refusal(args, capsys, status=2):
+    with pytest.raises(SystemExit) as ended:
+        main([str(arg) for arg in args])
+    assert ended.value.code == status
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def model(tiny_llama, tmp_path):
+    """A tiny LLaMA with tied embeddings, to be changed."""
+    directory = shutil.copytree(tiny_llama, tmp_path / "model")
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
+    return directory
+
+
+@pytest.fixture
+def other_head(model):
+    """The model with a head of its own, and with a configuration that still ties it."""
+    table = load_file(model / "model.safetensors")[TABLE]
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
+    change(model, **{HEAD: 0.5 * table + 0.01 * noise})
+    return model
+
+
+def test_a_head_that_differs_from_the_embeddings_is_written(other_head, tmp_path):
+    out = tmp_path / "out.gguf"
+    main([str(other_head), "--type", "f32", "--out", str(out)])
+    stored, source = tensors_in(out), load_file(other_head / "model.safetensors")
+    assert torch.equal(stored["output.weight"], source[HEAD])
+    assert torch.equal(stored["token_embd.weight"], source[TABLE])
+
+
+def test_also_where_the_other_file_has_none(model, tmp_path, tiny_llama):
+    tied, out = tmp_path / "tied.gguf", tmp_path / "out.gguf"
+    main([str(model), "--type", "f32", "--out", str(tied)])
+    assert "output.weight" not in tensors_in(tied)
+    table = load_file(model / "model.safetensors")[TABLE]
+    change(model, **{HEAD: -table})
+    main([str(model), "--type", "f32", "--like", str(tied), "--out", str(out)])
+    assert torch.equal(tensors_in(out)["output.weight"], -table)
+
+
+def test_also_after_a_pruning_that_puts_it_on_a_grid(other_head, tmp_path):
+    windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
+    callback = MRPCallback(sparsity=0.5, head_grid="q8_0", save_dir=tmp_path / "run")
+    trainer = Trainer(**QUIET, enable_model_summary=False)
+    loader = torch.utils.data.DataLoader(windows, batch_size=4)
+    trainer.predict(CausalLM(other_head), loader, callbacks=[callback])
+    main([str(tmp_path / "run")])
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
+    assert stored["output.weight"].tensor_type.name == "Q8_0"
+    source = load_file(tmp_path / "run" / "model.safetensors")
+    values = tensors_in(tmp_path / "run.gguf")
+    assert torch.equal(values["output.weight"].to(source[HEAD].dtype), source[HEAD])
+    assert torch.equal(values["token_embd.weight"], source[TABLE].float())
+    assert not torch.equal(source[HEAD], source[TABLE])
+
+
+def test_only_a_head_in_the_files_gives_the_embeddings(model, tmp_path):
+    """transformers ties the other way then."""
+    table = load_file(model / "model.safetensors")[TABLE]
+    change(model, **{HEAD: table, TABLE: None})
+    main([str(model), "--type", "f32", "--out", str(tmp_path / "out.gguf")])
+    stored = tensors_in(tmp_path / "out.gguf")
+    assert torch.equal(stored["token_embd.weight"], table)
+    assert "output.weight" not in stored
+
+
+def test_a_tensor_that_the_model_lacks_is_named(model, tmp_path, capsys):
+    out = tmp_path / "out.gguf"
+    change(model, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    main([str(model), "--out", str(out)])  # transformers computes it
+    change(model, **{"score.weight": torch.ones(2, 4)})
+    error = refusal([model, "--out", out, "--overwrite"], capsys)
+    assert "holds 1 tensor for which a LlamaForCausalLM has no place" in error
+    assert "score.weight" in error
+
+
+def test_float32_under_a_configuration_of_bfloat16_is_not_rounded_unsaid(model, tmp_path, capsys):
+    configure(model, dtype="bfloat16")
+    out = tmp_path / "out.gguf"
+    main([str(model), "--type", "auto", "--out", str(out)])
+    assert "Each holds the weights of the checkpoint to the bit." in capsys.readouterr().out
+    assert torch.equal(
+        tensors_in(out)["token_embd.weight"], load_file(model / "model.safetensors")[TABLE]
+    )
+    main([str(model), "--type", "bf16", "--out", str(out), "--overwrite"])
+    assert "were rounded, by up to 0." in capsys.readouterr().out
+
+
+def test_tokens_without_embeddings_are_named(model, tmp_path, capsys):
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    rows = len(load_file(model / "model.safetensors")[TABLE])
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": rows, "content": "<new>"})
+    file.write_text(json.dumps(content))
+    error = refusal([model, "--out", tmp_path / "out.gguf"], capsys)
+    assert f"1 token without an embedding, as the model has {rows:,}: '<new>' ({rows})" in error
+    assert f"resize_token_embeddings({rows + 1})" in error
+
+
+def test_metadata_of_another_file_must_be_those_of_the_checkpoint(model, tmp_path, capsys):
+    like = tmp_path / "like.gguf"
+    main([str(model), "--out", str(like)])
+    configure(model, rms_norm_eps=1e-3, rope_parameters={"rope_type": "linear", "factor": 2.0})
+    error = refusal([model, "--like", like, "--out", tmp_path / "out.gguf"], capsys)
+    assert "llama.attention.layer_norm_rms_epsilon: " in error
+    assert "the checkpoint's 0.001" in error
+    configure(model, rms_norm_eps=1e-6, hidden_act="relu")
+    error = refusal([model, "--like", like, "--out", tmp_path / "out.gguf"], capsys)
+    assert "`hidden_act` is 'relu'" in error
+
+
+BREAKS = {
+    "another tensor": lambda encoded: Encoded(encoded.content[::-1].copy(), encoded.kind),
+    "in place of": lambda encoded: Encoded(encoded.content[:-1], encoded.kind),
+}
+
+
+@pytest.mark.parametrize("message", BREAKS)
+def test_a_file_that_holds_another_tensor_is_no_success(
+    message, model, tmp_path, capsys, monkeypatch
+):
+    def broken(name, *arguments):
+        encoded = encode(name, *arguments)
+        return BREAKS[message](encoded) if name == "blk.1.ffn_up.weight" else encoded
+
+    monkeypatch.setattr(gguf_file, "encode", broken)
+    error = refusal([model, "--out", tmp_path / "out.gguf"], capsys, 1)
+    (line,) = (line for line in error.splitlines() if "model.layers.1.mlp.up_proj.weight: " in line)
+    assert message in line
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_file_without_a_tensor_is_no_success(model, tmp_path, capsys, monkeypatch):
+    add = gguf.GGUFWriter.add_tensor
+
+    def lossy(writer, name, *arguments, **options):
+        if name != "blk.0.attn_norm.weight":
+            add(writer, name, *arguments, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", lossy)
+    error = refusal([model, "--out", tmp_path / "out.gguf"], capsys, 1)
+    assert "model.layers.0.input_layernorm.weight: missing" in error
