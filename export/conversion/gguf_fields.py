@@ -1,4 +1,4 @@
-"""What a GGUF file can hold of a transformers configuration, field by field.
+"""The fields of a transformers configuration that a GGUF file can hold, and their values.
 
 llama.cpp computes an architecture as its own code says: metadata change some numbers of it, and the
 rest, such as the activation, is fixed. A checkpoint whose configuration says otherwise would run,

@@ -40,7 +40,7 @@ def rotated(tensor: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a GGUF file holds a parameter.
+    """The tensor of a GGUF file that holds a parameter, and its arrangement there.
 
     Attributes:
         stored: The name of the tensor.
