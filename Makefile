@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real evidence gpu lint results pictures docs embedded-model sanitize reliability notebooks dist clean
+.PHONY: quickstart test real evidence gpu lint results figures pictures docs embedded-model sanitize reliability notebooks dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -76,6 +76,10 @@ runs/models/%/config.json: configs/train/text.yaml configs/train/%.yaml | .venv/
 	$(BIN)/pip install --quiet --no-deps --upgrade --target runs/mambapy mambapy==1.2.0
 	PYTHONPATH=runs/mambapy $(BIN)/python -m mrp_lightning fit --config configs/train/text.yaml \
 		--config configs/train/$*.yaml --trainer.callbacks.init_args.save_dir $(@D)
+
+# The figures in the text of README.md and of the site, from the tables in lab/results/.
+figures: .venv/installed
+	$(BIN)/python lab/figures.py
 
 # The pictures of README.md and of the site, from the tables in lab/results/.
 pictures: .venv/installed

@@ -66,7 +66,7 @@ def formats_picture() -> Picture:
     """Return the picture of the formats of `RESULTS`."""
     dense, formats = read_formats(RESULTS)
     words = "; ".join(
-        f"{item.name}: {item.bits:.1f} bits, {item.perplexity:.1f}" for item in formats
+        f"{item.name}: {item.bits:.3g} bits, {item.perplexity:.1f}" for item in formats
     )
     return picture("formats", "Perplexity over bits a weight.", words, lambda: draw(dense, formats))
 
@@ -123,7 +123,7 @@ def draw(dense: float, formats: list[Format]) -> Figure:
 
 def _label(item: Format) -> str:
     name = item.name.removeprefix("llama.cpp ").removesuffix(" imatrix").replace("% 4", "%, 4")
-    return name if item.milliseconds is None else f"{name} · {item.milliseconds:.0f} ms"
+    return name if item.milliseconds is None else f"{name} · {item.milliseconds:.1f} ms"
 
 
 if __name__ == "__main__":
