@@ -12,7 +12,7 @@ from typing import Any
 
 from export.timing import SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
-from mrp_lightning.environment import device_named
+from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from mrp_ground.environment import machine
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
-from mrp_lightning.environment import device_named
+from mrp_lightning.devices import device_named
 from mrp_lightning.errors import DataError, OptionError, first_line
 
 if TYPE_CHECKING:

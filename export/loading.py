@@ -21,7 +21,7 @@ from export.backends import (
     run_on_torchao,
 )
 from mrp_ground.arguments import checked
-from mrp_lightning.environment import device_named
+from mrp_lightning.devices import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import build_without_weights, model_class, refuse_adapter

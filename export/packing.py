@@ -27,7 +27,7 @@ from export.conversion.writing import (
 )
 from export.report import ExportReport, write_card
 from mrp_lightning import errors
-from mrp_lightning.environment import device_named
+from mrp_lightning.devices import device_named
 from mrp_lightning.errors import counted
 from mrp_lightning.files import output_path
 from mrp_lightning.outputs import check_output_dir, save_directory

@@ -23,9 +23,6 @@ from mrp_lightning.errors import (
     StrategyError,
     TargetError,
 )
-from mrp_lightning.solver.hessian import HessianAccumulator
-from mrp_lightning.solver.pruning import Solution, prune_weight
-from mrp_lightning.solver.recipe import Recipe
 
 if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
@@ -34,6 +31,9 @@ if TYPE_CHECKING:
     from mrp_lightning.pruning.settings import BlockTuning
     from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
     from mrp_lightning.solver.columns import ColumnSolution, prune_columns
+    from mrp_lightning.solver.hessian import HessianAccumulator
+    from mrp_lightning.solver.pruning import Solution, prune_weight
+    from mrp_lightning.solver.recipe import Recipe
 
 __all__ = [
     "BlockReport",
@@ -65,17 +65,21 @@ __all__ = [
 
 silence_torchao()
 
-# Names that need more than torch are imported on first access (PEP 562).
+# Imported on first access (PEP 562): torch takes seconds, Lightning and transformers some more.
 _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
     "BlockTuning": "mrp_lightning.pruning.settings",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",
+    "HessianAccumulator": "mrp_lightning.solver.hessian",
     "LayerReport": "mrp_lightning.records.report",
     "PruningReport": "mrp_lightning.records.report",
+    "Recipe": "mrp_lightning.solver.recipe",
+    "Solution": "mrp_lightning.solver.pruning",
     "TextDataModule": "mrp_lightning.data.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
     "prune_columns": "mrp_lightning.solver.columns",
+    "prune_weight": "mrp_lightning.solver.pruning",
 }
 
 

@@ -1,8 +1,7 @@
-"""The environment of a command: device, hub, libraries, and their versions for reports."""
+"""The environment of a command: hub, libraries, and their versions for reports; without torch."""
 
 import json
 import logging
-import os
 import platform
 import re
 import shlex
@@ -11,69 +10,16 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
-import torch
-
-from mrp_lightning.errors import DependencyError, OptionError, OutOfMemoryError, first_line
+from mrp_lightning.errors import DependencyError
 
 __version__ = "0.1.0"
 
 progress_log = logging.getLogger("lightning.pytorch.progress")
 """Logger of progress messages; a child of Lightning's logger, so that they reach the terminal."""
-
-
-def device_named(name: str | None) -> torch.device:
-    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA if available.
-
-    Raises:
-        OptionError: The name is none of these, or this machine lacks the device.
-    """
-    if name is None:
-        warn_of_unused_gpu()
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise OptionError(f"`--device {name}`: expected cpu, cuda or cuda:N.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(
-            f"`--device {name}`: this machine has {torch.cuda.device_count() or 'no'} CUDA "
-            "device; try `cpu`."
-        )
-    return device
-
-
-@cache
-def warn_of_unused_gpu() -> None:
-    """Warn once if torch is a CUDA build, but cannot use a GPU, so that the CPU does all the work.
-
-    torch falls back silently if the driver is older than its CUDA, or if a container was started
-    without its GPUs. `CUDA_VISIBLE_DEVICES` that hides all GPUs is a choice, and gives no warning.
-    """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda is None or hidden or torch.cuda.is_available():
-        return
-    try:
-        torch.cuda.init()
-        reason = "it sees no device"
-    except (AssertionError, RuntimeError) as error:
-        reason = first_line(error)
-    progress_log.warning(
-        "THE CPU DOES ALL THE WORK: torch %s is a build for CUDA %s and can use no GPU (%s). If "
-        "this machine has one, check `nvidia-smi`: CUDA 13 needs a driver 580 or newer, a "
-        "container its `--gpus all`, and torch for an older driver comes from "
-        "https://download.pytorch.org/whl/cu126. If it has none, set CUDA_VISIBLE_DEVICES=-1.",
-        torch.__version__,
-        torch.version.cuda,
-        reason,
-    )
 
 
 _HUB_SECONDS = 3
@@ -104,16 +50,6 @@ def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for 
     except Exception as error:  # of many types: no name, no route, no certificate
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None
-
-
-_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error reports that a CPU or an accelerator is out of memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
 
 
 def silence_torchao() -> None:
@@ -234,6 +170,9 @@ def _requirement(extra_name: str) -> str:
     An installation from a directory needs that directory, recorded as of PEP 610, since an index
     may lack the package. A checkout on `sys.path` has no record.
     """
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname  # slow to import, and only needed here
+
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
         return f"-e '{checkout}[{extra_name}]'"
@@ -265,6 +204,6 @@ def versions() -> dict[str, str]:
     for name in ("torch", "lightning", "transformers", "lm_eval"):
         if name in sys.modules:
             loaded[name] = str(sys.modules[name].__version__)
-    if torch.version.cuda:
-        loaded["cuda"] = torch.version.cuda
+    if "torch" in sys.modules and (cuda := sys.modules["torch"].version.cuda):
+        loaded["cuda"] = cuda
     return loaded

@@ -20,7 +20,7 @@ from mrp_lightning.calibration.walks import (
     hidden_input,
     hidden_of,
 )
-from mrp_lightning.environment import is_out_of_memory
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import TargetError
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.targets.blocks import Block

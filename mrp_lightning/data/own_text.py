@@ -30,7 +30,8 @@ from mrp_lightning.data.sampling import (
     windows_at_once,
     write,
 )
-from mrp_lightning.environment import is_out_of_memory, progress_log
+from mrp_lightning.devices import is_out_of_memory
+from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import make_directories, move_durably
 from mrp_lightning.journal.manifest import digest, forward_of

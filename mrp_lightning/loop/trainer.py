@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import explained_out_of_memory
-from mrp_lightning.environment import silence_lightning, warn_of_unused_gpu
+from mrp_lightning.devices import warn_of_unused_gpu
+from mrp_lightning.environment import silence_lightning
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.progress import BatchLog

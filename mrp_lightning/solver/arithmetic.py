@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mrp_lightning.environment import is_out_of_memory
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.upstream.torch_names import (
     float32_precision,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mrp_lightning import Trainer, environment
-from mrp_lightning.environment import device_named, warn_of_unused_gpu
+from mrp_lightning.devices import device_named, warn_of_unused_gpu
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import importlib.util
 import logging
 import subprocess
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 SHARED = (
     *("errors", "upstream", "environment", "json_files"),
-    *("files", "destinations", "outputs", "processes", "signals"),
+    *("devices", "files", "destinations", "outputs", "processes", "signals"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
 
@@ -199,6 +200,26 @@ def test_the_runtime_needs_neither_the_others_nor_their_packages():
             assert not others & HEAVY, name
 
 
+@pytest.mark.parametrize(
+    ("purpose", "start", "most"),
+    [
+        ("prune_weight", "mrp_lightning.solver.pruning", 4500),
+        ("from_pretrained of a packed model", "mrp_sparse.huggingface", 4000),
+    ],
+)
+def test_what_a_purpose_needs_can_be_read_in_an_afternoon(purpose, start, most):
+    ours, _ = closure(start)
+    lines = {name: len(modules()[name].read_text().splitlines()) for name in sorted(ours)}
+    assert sum(lines.values()) <= most, (purpose, lines)
+
+
+def test_pruning_needs_no_runtime_of_packed_models():
+    """Checkpoints name what loads them; `mrp_lightning.packed` is a former name of the runtime."""
+    for name in modules():
+        if name.partition(".")[0] == "mrp_lightning" and name != "mrp_lightning.packed":
+            assert not [module for module in needs(name)[0] if module.startswith("mrp_sparse")]
+
+
 def test_packing_a_checkpoint_needs_no_part_that_prunes():
     ours, _ = closure("export.to_sparse")
     rooms = {module.partition(".")[2].partition(".")[0] for module in ours}
@@ -221,6 +242,37 @@ def test_the_solver_needs_no_other_room():
             rooms = {module.split(".")[1] for module in ours if module.count(".") > 1}
             assert rooms <= {"solver", "upstream", "formats", "kernels"}, name
             assert not others & HEAVY, name
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules in a process that ran some code, which must leave Python's finders alone."""
+    check = f"import sys; finders = [*sys.meta_path]; {code}; assert sys.meta_path == finders"
+    command = [sys.executable, "-c", f"{check}; print(*sys.modules)"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(ended.stdout.split())
+
+
+def test_the_package_waits_with_all_that_takes_time():
+    """In 0.05 s; torch alone takes more than one."""
+    assert not loaded_by("import mrp_lightning") & {"torch", "numpy", "mrp_sparse", *HEAVY}
+
+
+def test_the_ground_floor_does_nothing_at_import():
+    floor = [name for name in modules() if name.startswith("mrp_ground.")]
+    assert len(floor) == len(ORDER["mrp_ground"])
+    loaded = loaded_by(f"import {', '.join(floor)}")
+    assert set(floor) <= loaded
+    assert not [name for name in loaded if name.startswith(("mrp_sparse", "mrp_lightning"))]
+
+
+@pytest.mark.parametrize(
+    "name", ["arguments", "environment", "errors", "formats.grid", "json_files"]
+)
+def test_former_names_of_the_ground_floor_stay(name):
+    former = importlib.import_module(f"mrp_sparse.{name}")
+    module = importlib.import_module(f"mrp_ground.{name.removeprefix('formats.')}")
+    public = [each for each in vars(module) if not each.startswith("_")]
+    assert all(getattr(former, each) is getattr(module, each) for each in public)
 
 
 @pytest.mark.parametrize("module", ["solver.pruning", "pruning.sequential"])

@@ -1,0 +1,68 @@
+"""The device that a command uses, and what is known of its memory."""
+
+import os
+from functools import cache
+
+import torch
+
+from mrp_lightning.environment import progress_log
+from mrp_lightning.errors import OptionError, OutOfMemoryError, first_line
+
+
+def device_named(name: str | None) -> torch.device:
+    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA if available.
+
+    Raises:
+        OptionError: The name is none of these, or this machine lacks the device.
+    """
+    if name is None:
+        warn_of_unused_gpu()
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"`--device {name}`: expected cpu, cuda or cuda:N.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"`--device {name}`: this machine has {torch.cuda.device_count() or 'no'} CUDA "
+            "device; try `cpu`."
+        )
+    return device
+
+
+@cache
+def warn_of_unused_gpu() -> None:
+    """Warn once if torch is a CUDA build, but cannot use a GPU, so that the CPU does all the work.
+
+    torch falls back silently if the driver is older than its CUDA, or if a container was started
+    without its GPUs. `CUDA_VISIBLE_DEVICES` that hides all GPUs is a choice, and gives no warning.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or hidden or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        reason = "it sees no device"
+    except (AssertionError, RuntimeError) as error:
+        reason = first_line(error)
+    progress_log.warning(
+        "THE CPU DOES ALL THE WORK: torch %s is a build for CUDA %s and can use no GPU (%s). If "
+        "this machine has one, check `nvidia-smi`: CUDA 13 needs a driver 580 or newer, a "
+        "container its `--gpus all`, and torch for an older driver comes from "
+        "https://download.pytorch.org/whl/cu126. If it has none, set CUDA_VISIBLE_DEVICES=-1.",
+        torch.__version__,
+        torch.version.cuda,
+        reason,
+    )
+
+
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports that a CPU or an accelerator is out of memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
