@@ -1,5 +1,7 @@
 """A JSON object becomes a dataclass, or all that is wrong with it is said."""
 
+import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.json_files import as_dataclass, read_as
+from mrp_lightning.json_files import as_dataclass, as_json, read_as, read_json
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,39 @@ def test_nothing_of_it_is_loaded_before_a_file_is_read():
     root = Path(__file__).parents[2]
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert shown.stdout.strip() == "False", shown.stderr
+
+
+def test_json_has_no_numbers_that_json_lacks():
+    content = {"a": [1.5, math.inf], "b": (math.nan, {"c": -math.inf}), "d": [True, None, "NaN"]}
+    text = as_json(content)
+    assert json.loads(text) == {
+        "a": [1.5, None],
+        "b": [None, {"c": None}],
+        "d": [True, None, "NaN"],
+    }
+    assert text.endswith("}\n")
+    with pytest.raises(TypeError):
+        as_json({"path": Path("x")})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[1]", "expected a JSON object, got a list"),
+    ],
+)
+def test_json_that_cannot_be_read_is_named(tmp_path, content, said):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(FormatError, match=said) as error:
+        read_json(tmp_path / "a.json", "make it again")
+    assert str(tmp_path / "a.json") in str(error.value)
+    assert str(error.value).endswith("Delete it, or make it again.")
+
+
+def test_json_of_another_version_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"format_version": 2}')
+    assert read_json(tmp_path / "a.json", "make it again", 2) == {"format_version": 2}
+    with pytest.raises(FormatError, match=r"`format_version` is 2, but .* reads 1\. Use the"):
+        read_json(tmp_path / "a.json", "make it again", 1)

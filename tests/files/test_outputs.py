@@ -1,0 +1,283 @@
+"""A directory is written aside, and moved into place when it is whole; no crash costs anything."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from owned_files import OURS, content, make, put
+
+from mrp_lightning import files, outputs
+from mrp_lightning.files import (
+    MANIFEST,
+    save_text,
+)
+from mrp_lightning.outputs import check_output_dir, require_writable, save_directory
+
+
+def test_a_directory_appears_only_when_it_is_whole(tmp_path):
+    target = tmp_path / "runs" / "model"
+    with save_directory(target) as staging:
+        (staging / "file").write_text("x")
+        assert not target.exists()
+    assert (target / "file").read_text() == "x"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_what_is_written_has_ordinary_permissions(tmp_path):
+    (tmp_path / "ordinary").mkdir()
+    (tmp_path / "ordinary" / "file").write_text("x")
+    with save_directory(tmp_path / "saved") as staging:
+        (staging / "file").touch(mode=0o600)
+    for name in ("", "file"):
+        expected = (tmp_path / "ordinary" / name).stat().st_mode
+        assert (tmp_path / "saved" / name).stat().st_mode == expected
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_write_leaves_what_was_there(tmp_path, failure):
+    target = tmp_path / "model"
+    make(target, "config.json")
+    with pytest.raises(failure), save_directory(target, overwrite=True) as staging:
+        (staging / "new").write_text("half")
+        raise failure
+    assert content(tmp_path) == ["model", "model/config.json"]
+
+
+def test_overwrite_replaces_the_whole_directory(tmp_path):
+    target = tmp_path / "model"
+    make(target, "config.json")
+    with save_directory(target, overwrite=True) as staging:
+        (staging / "new").write_text("y")
+    assert content(tmp_path) == ["model", "model/new"]
+
+
+def break_renames(monkeypatch, count: int) -> None:
+    """The first rename is done; the next ones fail."""
+    rename = Path.rename
+    done: list[Path] = []
+
+    def rename_or_fail(self: Path, target: Path) -> Path:
+        done.append(self)
+        if 1 < len(done) <= 1 + count:
+            raise PermissionError(f"rename {len(done)}")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename_or_fail)
+
+
+def replace_with_failures(tmp_path: Path, monkeypatch, count: int) -> str:
+    make(tmp_path / "model", "config.json")
+    break_renames(monkeypatch, count)
+    with (
+        pytest.raises(OSError, match="rename 2") as caught,
+        save_directory(tmp_path / "model", overwrite=True) as staging,
+    ):
+        (staging / "new").write_text("y")
+    return str(caught.value)
+
+
+def test_what_could_not_be_replaced_is_put_back(tmp_path, monkeypatch):
+    replace_with_failures(tmp_path, monkeypatch, 1)
+    assert content(tmp_path) == ["model", "model/config.json"]
+
+
+def test_what_cannot_be_put_back_survives_and_is_found(tmp_path, monkeypatch):
+    message = replace_with_failures(tmp_path, monkeypatch, 2)
+    (kept,) = re.findall(r"is in (\S+): move it to (\S+)\.", message)
+    assert (Path(kept[0]) / "config.json").read_text() == "precious"
+    assert kept[1] == str(tmp_path / "model")
+    assert "rename 3" in message
+
+
+def test_a_link_is_followed(tmp_path):
+    make(tmp_path / "disk" / "model", *OURS)
+    link = tmp_path / "model"
+    link.symlink_to(tmp_path / "disk" / "model")
+    with save_directory(link, overwrite=True) as staging:
+        (staging / "new").touch()
+    assert link.is_symlink()
+    assert content(tmp_path / "disk" / "model") == ["new"]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from mrp_lightning.outputs import save_directory
+
+target, name, count, delay = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+rename = Path.rename
+
+def slow(self, to):
+    time.sleep(delay)
+    return rename(self, to)
+
+Path.rename = slow
+for number in range(count):
+    with save_directory(target, overwrite=True) as staging:
+        (staging / "whole").write_text(f"{name} {number}")
+        if not number:
+            print("writing", flush=True)
+        time.sleep(delay)
+"""
+
+
+def writer(target: Path, name: str, count: int, delay: float) -> subprocess.Popen[str]:
+    """A process that replaces a directory, and is slow to rename."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(target), name, str(count), str(delay)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    return process
+
+
+def test_a_second_writer_waits_for_the_first(tmp_path):
+    make(tmp_path / "model", "old")
+    first = writer(tmp_path / "model", "first", 1, 0.7)
+    assert first.stdout.readline() == "writing\n"
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        check_output_dir(tmp_path / "model", overwrite=True)
+    with save_directory(tmp_path / "model", overwrite=True) as staging:
+        assert first.wait(30) == 0
+        assert (tmp_path / "model" / "whole").read_text() == "first 0"
+        (staging / "whole").write_text("second")
+    assert content(tmp_path) == ["model", "model/whole"]
+    assert (tmp_path / "model" / "whole").read_text() == "second"
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path):
+    writers = [writer(tmp_path / "model", name, 25, 0) for name in ("a", "b")]
+    ended = [process.communicate(timeout=120) for process in writers]
+    assert [process.returncode for process in writers] == [0, 0], ended
+    assert content(tmp_path) == ["model", "model/whole"]
+    assert (tmp_path / "model" / "whole").read_text() in ("a 24", "b 24")
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_not_ours_stays(tmp_path):
+    target = tmp_path / "model"
+    killed = writer(target, "killed", 1, 60)
+    assert killed.stdout.readline() == "writing\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    put(tmp_path / ".model.mine.staging", "thesis.txt")
+    make(tmp_path / "elsewhere", "data")
+    (tmp_path / ".model.link.staging").symlink_to(tmp_path / "elsewhere")
+    others = [".model.link.staging", ".model.mine.staging", "elsewhere"]
+    assert len(list(tmp_path.iterdir())) == 2 + len(others)  # the lock and the staging
+    with save_directory(tmp_path / "other"):
+        pass
+    assert len(list(tmp_path.glob(".model.*.staging"))) == 3  # they belong to another name
+    with save_directory(target) as staging:
+        (staging / "whole").touch()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "model", "other"])
+    assert content(tmp_path / "elsewhere") == ["data"]
+
+
+def test_another_programs_lock_of_that_name_stays(tmp_path):
+    (tmp_path / ".model.lock").write_text("pid 5")
+    with save_directory(tmp_path / "model") as staging:
+        (staging / "a").touch()
+    assert (tmp_path / ".model.lock").read_text() == "pid 5"
+
+
+@pytest.mark.parametrize("when", ["written", "renamed"])
+def test_a_staging_that_is_deleted_by_others_costs_nothing(when, tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def rename_what_is_gone(self: Path, target: Path) -> Path:
+        if self.suffix == ".staging":
+            shutil.rmtree(self)
+        return rename(self, target)
+
+    make(tmp_path / "model", "old")
+    if when == "renamed":
+        monkeypatch.setattr(Path, "rename", rename_what_is_gone)
+    with (
+        pytest.raises(OSError, match="No such file"),
+        save_directory(tmp_path / "model", overwrite=True) as staging,
+    ):
+        if when == "written":
+            shutil.rmtree(staging)
+    assert content(tmp_path) == ["model", "model/old"]
+
+
+@pytest.fixture
+def done(monkeypatch) -> list[tuple[str, Path]]:
+    """What is done to the disk, in its order: files flushed, renamed to, and deleted."""
+    done: list[tuple[str, Path]] = []
+    flush, rename, replace, unlink = files.flush, Path.rename, Path.replace, Path.unlink
+    rmtree = shutil.rmtree
+
+    def told(word: str, function, which: int = 0):
+        def call(*args, **kwargs):
+            done.append((word, Path(args[which])))
+            return function(*args, **kwargs)
+
+        return call
+
+    for module in (files, outputs):
+        monkeypatch.setattr(module, "flush", told("flush", flush))
+    monkeypatch.setattr(Path, "rename", told("rename", rename, 1))
+    monkeypatch.setattr(Path, "replace", told("rename", replace, 1))
+    monkeypatch.setattr(Path, "unlink", told("delete", unlink))
+    monkeypatch.setattr(shutil, "rmtree", told("delete", rmtree))
+    return done
+
+
+def test_all_is_on_the_disk_before_what_was_there_goes(done, tmp_path):
+    target = tmp_path / "model"
+    make(target, "old")
+    done.clear()
+    with save_directory(target, overwrite=True) as staging:
+        put(staging, "a", "b/c")
+        done.clear()
+    placed = done.index(("rename", target))
+    flushed = {path for word, path in done[:placed] if word == "flush"}
+    assert flushed >= {staging, *(staging / name for name in ("a", "b", "b/c", MANIFEST))}
+    (aside,) = (path for word, path in done if word == "rename" and path.parent.suffix == ".old")
+    assert done.index(("rename", aside)) < done.index(("flush", aside.parent)) < placed
+    deleted = done.index(("delete", aside.parent))
+    assert placed < done.index(("flush", tmp_path), placed) < deleted
+    assert not any(word == "delete" and path == aside.parent for word, path in done[:deleted])
+
+
+def test_a_text_and_new_directories_are_on_the_disk(done, tmp_path):
+    save_text(tmp_path / "a" / "b" / "text", "x")
+    words = [(word, path.name) for word, path in done]
+    (partial,) = (name for word, name in words if name.endswith(".partial") and word == "flush")
+    assert {("flush", tmp_path), ("flush", tmp_path / "a")} <= {*done}
+    order = [("flush", partial), ("rename", "text"), ("flush", "b")]
+    assert [step for step in words if step in order] == order
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o2750, 0o775])
+def test_a_directory_keeps_its_mode(mode, tmp_path):
+    make(tmp_path / "model", "old")
+    (tmp_path / "model").chmod(mode)
+    with save_directory(tmp_path / "model", overwrite=True) as staging:
+        (staging / "new").touch()
+    assert (tmp_path / "model").stat().st_mode & 0o7777 == mode
+
+
+def test_leftovers_of_a_power_cut_are_removed(tmp_path):
+    staging = tmp_path / ".out.abcdefgh.staging"
+    (staging).mkdir()
+    (staging / "..mrp_files.json.0123abcd.partial").write_text("{")  # never renamed
+    (tmp_path / ".out.abcdefgh.probe").mkdir()
+    users = tmp_path / ".out.notes.staging"
+    users.mkdir()
+    (users / "notes.txt").write_text("mine")
+    with save_directory(tmp_path / "out"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"out", users.name}
+    (tmp_path / ".out.abcdefgh.probe").mkdir()
+    require_writable(tmp_path / "out", "out")
+    assert not (tmp_path / ".out.abcdefgh.probe").exists()
