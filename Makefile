@@ -112,22 +112,27 @@ embedded-model: .venv/installed
 		--trainer.callbacks.init_args.save_dir mrp_lightning/embedded/stdlib-llama
 
 # constraints.txt holds the versions that were tested; pyproject.toml the ranges that should work.
+# The kernels for CPUs are compiled with the headers of the torch that is installed: no build isolation.
 # TORCH_INDEX=https://download.pytorch.org/whl/cu126 takes torch from there, for drivers older than
 # the 580 that PyPI's CUDA 13 builds need; /whl/cpu is the smallest, without CUDA.
 .venv/installed: pyproject.toml mrp_sparse/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable mrp_sparse --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt hatchling
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable mrp_sparse --editable ".[dev]"
 	touch $@
 
 # Makes the notebooks of examples/ from their scripts, with what the cells show.
 notebooks: .venv/installed
 	PYTHONWARNINGS=ignore HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/jupytext --quiet --to ipynb --execute examples/notebooks/*.py
 
-# The sdists of both distributions, and the wheels that are built from them.
+# The sdists of both distributions, and the wheels that are built from them. auditwheel checks that the one
+# with compiled kernels needs nothing but torch and what manylinux has, and tags it by the oldest that does.
 dist: .venv/installed
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist mrp_sparse
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist dist/mrp_sparse-*-linux_*.whl
+	rm dist/mrp_sparse-*-linux_*.whl
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:

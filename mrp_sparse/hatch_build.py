@@ -1,5 +1,11 @@
-"""Build a distribution of two packages: this folder, `mrp_sparse`, and `mrp_ground` next to it."""
+"""Build a distribution of two packages: this folder, `mrp_sparse`, and `mrp_ground` next to it.
 
+A wheel has the compiled kernels in place of their sources, and is of one kind of machine. They need
+torch's headers, and so no build isolation. Where they cannot be built, the wheel has the sources,
+from which the first product builds them in the same way.
+"""
+
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLOOR = "mrp_ground"
 SHIPPED = {".py", ".typed", ".cpp", ".h"}
+SOURCES = {".cpp", ".h"}
 
 
 class TwoPackages(BuildHookInterface):
@@ -24,19 +31,47 @@ class TwoPackages(BuildHookInterface):
             version: "standard" or "editable".
             build_data: The results of all hooks.
         """
-        if version == "editable":
-            return
         root = Path(self.root)
         floor = root / FLOOR if (root / FLOOR).is_dir() else root.parent / FLOOR
         files = {path: f"{FLOOR}/{path.name}" for path in shipped(floor)}
         if self.target_name == "wheel":
-            paths = [path.relative_to(root) for path in shipped(root)]
+            kernels = self.kernels(root)
+            if version == "editable":
+                return
+            paths = list(shipped(root))
+            if kernels is not None:
+                library, build_data["tag"] = kernels
+                build_data["pure_python"] = False
+                paths = [library, *(path for path in paths if path.suffix not in SOURCES)]
             files |= {
-                root / path: f"mrp_sparse/{path.as_posix()}"
+                path: f"mrp_sparse/{path.relative_to(root).as_posix()}"
                 for path in paths
-                if path.parts[0] not in (FLOOR, Path(__file__).name)
+                if path.relative_to(root).parts[0] not in (FLOOR, Path(__file__).name)
             }
         build_data["force_include"] |= {str(path): target for path, target in files.items()}
+
+    def kernels(self, root: Path) -> tuple[Path, str] | None:
+        """Return the library of compiled kernels, built if needed, and the tag of its machines."""
+        library = module(root / "kernels" / "library.py")
+        try:
+            return library.build(), library.tag()
+        except library.BuildError as error:
+            self.app.display_warning(
+                f"The kernels of mrp-sparse for CPUs are not compiled now: {error}. The first "
+                "product tries again. To compile them now, install g++ and torch, and build "
+                "without isolation (pip install --no-build-isolation)."
+            )
+            return None
+
+
+def module(path: Path) -> Any:
+    """Return a module of a package that is not installed yet."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def shipped(folder: Path) -> Iterator[Path]:

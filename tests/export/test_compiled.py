@@ -1,6 +1,6 @@
 """The compiled CPU kernels, with and without AVX-512, against float64."""
 
-import logging
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrp_sparse.formats import bitmask, bitmask4, eight_bit, sparse24
-from mrp_sparse.kernels import compiled
+from mrp_sparse.kernels import compiled, library
 
 from .conftest import keep_two_of_four, onto_grid
 
@@ -22,7 +22,7 @@ COLUMNS = [1, 8, 31, 32, 33, 64, 100, 127, 128, 129, 136, 160, 250, 384, 1000]
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
     if not compiled.load():
-        pytest.skip("needs the extra `cpu` and a C++ compiler")
+        pytest.skip("needs a C++ compiler")
 
 
 def has_vectors() -> bool:
@@ -322,52 +322,78 @@ def test_threads_share_the_rows(tokens):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [({"CXX": "no-such-compiler"}, "there is no compiler 'no-such-compiler'"), ({}, "error: ")],
-)
-def test_without_a_compiler_weights_are_unpacked_and_one_warning_says_why(
-    environment, reason, tmp_path
-):
+def answering(number: int) -> str:
+    exported = 'extern "C" __attribute__((visibility("default")))'
+    return f"{exported} int answer() {{ return {number}; }}\n"
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """Another folder of kernels, with a source that is compiled at once."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "operators.cpp").write_text("this is no C++\n")
+    (tmp_path / "cpu" / "operators.cpp").write_text(answering(41))
+    return tmp_path
+
+
+def test_a_library_of_older_sources_is_built_anew(elsewhere):
+    first = library.build()
+    assert ctypes.CDLL(first).answer() == 41
+    (elsewhere / "cpu" / "operators.cpp").write_text(answering(42))
+    assert not library.path().exists()
+    second = library.build()
+    assert ctypes.CDLL(second).answer() == 42
+    assert {path.name for path in elsewhere.iterdir()} == {"cpu", second.name}
+    made = second.stat().st_mtime_ns
+    assert library.build().stat().st_mtime_ns == made
+
+
+def test_a_library_without_sources_is_that_of_a_wheel(elsewhere):
+    built = library.build()
+    (elsewhere / "cpu" / "operators.cpp").unlink()
+    assert library.path() == library.build() == built
+    built.unlink()
+    with pytest.raises(library.BuildError, match="neither the library nor its sources"):
+        library.path()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "there is no compiler 'no-such-compiler'"), ("g++", "error: ")],
+)
+def test_without_a_library_weights_are_unpacked_and_one_warning_says_why(
+    compiler, reason, elsewhere
+):
+    (elsewhere / "cpu" / "operators.cpp").write_text("this is no C++\n")
     code = (
         "import torch, export, pathlib, logging; logging.basicConfig();"
-        "from mrp_sparse.kernels import compiled;"
-        f"compiled.SOURCES = pathlib.Path({str(tmp_path / 'cpu')!r});"
+        "from mrp_sparse.kernels import library;"
+        f"library.FOLDER = pathlib.Path({str(elsewhere)!r});"
         "linear = torch.nn.Linear(40, 8).requires_grad_(False);"
         "layers = [export.BitmaskLinear.from_linear(linear) for _ in range(2)];"
         "x = torch.ones(3, 40);"
         "assert all(torch.equal(layer(x), linear(x)) for layer in layers)"
     )
-    settings = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), **environment}
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CXX": compiler},
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("are unpacked for every product") == 1
     assert reason in ended.stderr
+    assert [path.name for path in elsewhere.iterdir()] == ["cpu"]
 
 
-def test_without_a_compiler_layers_follow_the_same_rules(tmp_path):
+def test_without_a_library_layers_follow_the_same_rules(tmp_path):
     tests = "autocast_reaches or another_width or too_narrow or reach_the_input"
-    settings = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-such-compiler"}
-    file = "tests/export/test_packed_layers.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", tests]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings)
+    code = (
+        "import pathlib, sys, pytest; from mrp_sparse.kernels import library;"
+        f"library.FOLDER = pathlib.Path({str(tmp_path)!r});"
+        "file = 'tests/export/test_packed_layers.py';"
+        f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', file, '-k', {tests!r}]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout
-
-
-def test_a_lock_that_a_killed_process_left_does_not_stop_the_build(tmp_path, monkeypatch, caplog):
-    from torch.utils import cpp_extension
-
-    def build(*_: object, build_directory: str, **__: object) -> None:
-        assert not (Path(build_directory) / "lock").exists()
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(cpp_extension, "load", build)
-    place = tmp_path / f"{compiled.NAME}-{torch.__version__}"
-    place.mkdir()
-    (place / "lock").touch()
-    with caplog.at_level(logging.WARNING):
-        assert compiled._build() is None
-    assert "Compiling the kernels" in caplog.text

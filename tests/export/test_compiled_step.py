@@ -22,7 +22,7 @@ from .conftest import onto_grid
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
     if not compiled.load():
-        pytest.skip("needs the extra `cpu` and a C++ compiler")
+        pytest.skip("needs a C++ compiler")
 
 
 def small_model(seed: int) -> Any:

@@ -73,7 +73,6 @@ def test_own_module(run):
 
 def test_end_to_end(run, tiny_llama):
     """The whole way with a tiny model in place of the embedded one."""
-    pytest.importorskip("ninja", reason="kernels for packed weights are compiled")
     tiny = {"else STDLIB_LLAMA": f"else {str(tiny_llama)!r}", "../../": "", "=512": "=64"}
     names = run("end_to_end", tiny)
     assert names["prune"].report.complete

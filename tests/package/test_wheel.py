@@ -18,8 +18,9 @@ from export.to_sparse import main as to_sparse
 from mrp_lightning import __version__
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse import __version__ as runtime_version
+from mrp_sparse.kernels import library
 
-for package in ("build", "hatchling"):
+for package in ("build", "hatchling", "auditwheel"):
     pytest.importorskip(package, reason="the wheel is built by the extra `dev`")
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +33,13 @@ DATA = {"FORMAT.md", "pyproject.toml", "README.md", "hatch_build.py"}
 def wheels(tmp_path_factory) -> dict[str, Path]:
     """The wheels by name, each built from its sdist, as `make dist` does."""
     out = tmp_path_factory.mktemp("dist")
-    recipe = (ROOT / "Makefile").read_text()
-    for options in re.findall(r"-m build (.*)$", recipe, flags=re.M):
-        parts = options.replace("--outdir dist", f"--outdir {out}").split()
-        command = [sys.executable, "-m", "build", *parts]
-        built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert built.returncode == 0, built.stdout + built.stderr
+    (recipe,) = re.findall(r"^dist: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.M)
+    scripts = sysconfig.get_path("scripts")
+    for name, value in (("$(abspath $(BIN))", scripts), ("$(BIN)", scripts), ("$$", "$")):
+        recipe = recipe.replace(name, value)
+    command = ["sh", "-ec", re.sub(r"\bdist(?=[/ \n])", str(out), recipe)]
+    built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert built.returncode == 0, built.stdout + built.stderr
     names = {"mrp_lightning", "mrp_sparse"}
     assert {path.name for path in out.glob("*.tar.gz")} == {
         f"{name}-{__version__}.tar.gz" for name in names
@@ -80,15 +82,14 @@ def prune_weights(source: Path, directory: Path) -> None:
 def run(*command: str | Path) -> str:
     """What a command prints, run without the paths that this process was given.
 
-    It has no compiler: the kernels' sources lie elsewhere than those of other tests, and would be
-    compiled once more, which takes longer than all the rest.
+    It finds no compiler, and no other program.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        env=environment | {"CXX": "no-compiler"},
+        env=environment | {"PATH": "/nowhere"},
     )
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -119,9 +120,29 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
         for package in ("mrp_ground", "mrp_sparse")
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.name not in DATA
-    }
+    } - {f"mrp_sparse/kernels/{library.path().name}"}
+    sources = {name for name in here if name.startswith("mrp_sparse/kernels/cpu/")}
+    built = f"mrp_sparse/kernels/{library.path().name}"
     assert {"mrp_sparse/kernels/cpu/operators.cpp", "mrp_ground/grid.py"} <= here
-    assert {name for name in inside if ".dist-info/" not in name} == here
+    files = {name for name in inside if ".dist-info/" not in name and not name.endswith("/")}
+    assert files == (here - sources) | {built}
+
+
+def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(wheels, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheels["mrp_sparse"].name)
+    python = environment(tmp_path / "clean", wheels["mrp_sparse"])
+    code = (
+        "import torch; from mrp_sparse.formats import bitmask;"
+        "from mrp_sparse.kernels import compiled, operator;"
+        "weight = torch.eye(8, 40).bfloat16(); values, bits = bitmask.pack(weight);"
+        "x = torch.arange(120.0).view(3, 40).bfloat16(); offsets = bitmask.row_offsets(bits);"
+        "y = operator.linear_bitmask(x, values, bits, offsets, None);"
+        "print(compiled.load(), torch.equal(y, x[:, :8]), compiled.__file__)"
+    )
+    loaded, is_right, file = run(python, "-c", code).split()
+    assert (loaded, is_right) == ("True", "True")
+    assert Path(file).is_relative_to(tmp_path)
 
 
 def test_the_runtime_loads_a_packed_model_by_itself(wheels, tmp_path):

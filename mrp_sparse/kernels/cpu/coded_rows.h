@@ -41,14 +41,14 @@ void decode_row(const Coded<T>& weight, int64_t r, T* dense) {
   std::fill(dense, dense + weight.columns, T(0));
   for (int64_t column = 0; column < weight.columns; column += GROUP) {
     uint64_t kept = kept_columns<Bits>(places + column / 8, weight.columns - column);
-    const int64_t count = c10::llvm::countPopulation(kept);
+    const int64_t count = std::popcount(kept);
     if (weight.end - v < (count + 1) / 2) {
       throw_missing_values();
     }
     const Wide s = static_cast<Wide>(scale[column / GROUP]);
     for (int64_t i = 0; i < count; i++, kept &= kept - 1) {
       const int nibble = v[i / 2] >> i % 2 * 4 & 15;
-      dense[column + c10::llvm::countTrailingZeros(kept)] = static_cast<T>(CODES[nibble] * s);
+      dense[column + std::countr_zero(kept)] = static_cast<T>(CODES[nibble] * s);
     }
     v += (count + 1) / 2;
   }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -14,8 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/llvmMathExtras.h>
+#include <torch/headeronly/util/BFloat16.h>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define MRP_AVX512 \
@@ -102,11 +102,11 @@ void decode_row(const Packed<T>& weight, int64_t r, T* dense) {
   std::fill(dense, dense + weight.columns, T(0));
   for (int64_t column = 0; column < weight.columns; column += 64) {
     uint64_t kept = kept_columns<Decode>(places + column / 8, weight.columns - column);
-    if (weight.end - v < c10::llvm::countPopulation(kept)) {
+    if (weight.end - v < std::popcount(kept)) {
       throw_missing_values();
     }
     for (; kept; kept &= kept - 1) {
-      dense[column + c10::llvm::countTrailingZeros(kept)] = *v++;
+      dense[column + std::countr_zero(kept)] = *v++;
     }
   }
 }

@@ -1,0 +1,98 @@
+"""The library of compiled kernels for CPUs: its file, and its making from the sources next to it.
+
+It calls torch through the stable interface alone, so that one file runs with every torch from 2.11
+on, and chooses its instructions where it runs. A wheel has it, without the sources. Where these
+are, in a checkout, the file is named by their digest, so that one of older sources is never used.
+
+This module needs only the standard library, since a wheel is built by it, too (`hatch_build.py`).
+"""
+
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+STEM = "libmrp_kernels"
+_TORCH = "0x020b000000000000"
+"""The oldest version of torch that the library runs with: 2.11."""
+_FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    f"-DTORCH_TARGET_VERSION={_TORCH}",
+)
+_MOST_SECONDS = 600
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the message is one line."""
+
+
+def sources() -> list[Path]:
+    """Return the sources, none in an installation from a wheel."""
+    return sorted(path for path in (FOLDER / "cpu").glob("*") if path.suffix in (".h", ".cpp"))
+
+
+def path() -> Path:
+    """Return the file of the library: that of the sources, maybe still to be built, or a wheel's.
+
+    Raises:
+        BuildError: There is neither a library nor a source.
+    """
+    if found := sources():
+        content = b"\0".join([*(file.read_bytes() for file in found), " ".join(_FLAGS).encode()])
+        return FOLDER / f"{STEM}-{hashlib.sha256(content).hexdigest()[:12]}.so"
+    if built := sorted(FOLDER.glob(f"{STEM}-*.so")):
+        return built[0]
+    raise BuildError(f"{FOLDER} has neither the library nor its sources: install mrp-sparse again")
+
+
+def build() -> Path:
+    """Return the library, compiled before if it is missing, which takes some 10 s.
+
+    It is written aside and moved when it is whole; those of older sources are deleted.
+
+    Raises:
+        BuildError: There is no compiler or no torch, it fails, or the folder is read-only.
+    """
+    target = path()
+    if target.exists():
+        return target
+    if sys.platform != "linux":
+        raise BuildError(f"the kernels are built on Linux, not on {sys.platform}")
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(compiler[0]) is None:
+        raise BuildError(f"there is no compiler {compiler[0]!r}")
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise BuildError("torch, whose headers are needed, is not installed")
+    home = Path(torch.origin).parent
+    try:
+        with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".building-") as aside:
+            made = Path(aside) / target.name
+            command = [
+                *(*compiler, *_FLAGS, f"-ffile-prefix-map={FOLDER}=mrp_sparse/kernels"),
+                *("-isystem", str(home / "include"), str(FOLDER / "cpu" / "operators.cpp")),
+                *("-o", str(made), f"-L{home / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu"),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS)
+            if done.returncode:
+                lines = done.stderr.splitlines() or [f"{compiler[0]} ended by {done.returncode}"]
+                raise BuildError(next((line for line in lines if "error: " in line), lines[0]))
+            made.replace(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(str(error)) from error
+    for old in FOLDER.glob(f"{STEM}-*.so"):
+        if old != target:
+            old.unlink(missing_ok=True)
+    return target
+
+
+def tag() -> str:
+    """Return the wheel's tag: any Python, this kind of machine."""
+    return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
