@@ -1,11 +1,12 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
+from collections.abc import Iterable
 from difflib import get_close_matches
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -77,17 +78,21 @@ class PruningCallback(Callback):
         resume: bool = True,
         **settings: Any,
     ) -> None:
-        arguments = [*signature(PruningCallback).parameters, *signature(Settings).parameters]
-        for name in (name for name in settings if name not in arguments):
-            nearest = get_close_matches(name, arguments, n=1)
-            meant = (
-                f"Did you mean `{nearest[0]}`?" if nearest else f"There are {', '.join(arguments)}."
-            )
-            raise TypeError(f"{type(self).__name__} has no argument `{name}`. {meant}")
-        self.settings = Settings(**settings)
-        self.save_dir = None if save_dir is None else output_path(save_dir)
-        self.run_directory: Path | None = None
-        self.overwrite, self.resume = overwrite, resume
+        _refuse_unknown(type(self).__name__, settings)
+        self._set_up(Settings(**settings), Output(save_dir, overwrite, resume))
+
+    @classmethod
+    def of(cls, settings: Settings, output: Output) -> Self:
+        """Return a callback with `Settings` that are made, and therefore checked, already."""
+        callback = cls.__new__(cls)
+        callback._set_up(settings, output)
+        return callback
+
+    def _set_up(self, settings: Settings, output: Output) -> None:
+        self.settings = settings
+        self.save_dir = None if output.save_dir is None else output_path(output.save_dir)
+        self.run_directory = output.run_directory
+        self.overwrite, self.resume = output.overwrite, output.resume
         self.report: PruningReport | None = None
         self._run: Run | None = None
         self._pruned: PrunedModule | None = None
@@ -247,3 +252,13 @@ class MRPCallback(PruningCallback):
 
     def __init__(self, *, method: str = "SM", **others: Any) -> None:
         super().__init__(method=method, **others)
+
+
+def _refuse_unknown(callback: str, settings: Iterable[str]) -> None:
+    """Raise a `TypeError` for names that are no settings, with the nearest argument."""
+    own = list(signature(PruningCallback).parameters)
+    arguments = [*own[:-1], *signature(Settings).parameters]  # the last one is `settings` itself
+    for name in (name for name in settings if name not in arguments):
+        nearest = get_close_matches(name, arguments, n=1)
+        meant = f"Did you mean `{nearest[0]}`?" if nearest else f"There are {', '.join(arguments)}."
+        raise TypeError(f"{callback} has no argument `{name}`. {meant}")

@@ -43,7 +43,7 @@ from mrp_lightning.text.windows import Cutter, Windows
 def prune_and_compare(
     source: Mapping[str, Any],
     text: Mapping[str, Any],
-    pruning: Mapping[str, Any],
+    prune: PruningCallback,
     conversions: "Sequence[Conversion]",
     *,
     windows: int,
@@ -59,7 +59,7 @@ def prune_and_compare(
         text: The arguments of the `TextDataModule`; a tenth of files is held out. Without files,
             the model is calibrated on text that it writes itself, and evaluated on the source code
             of Python's standard library.
-        pruning: The arguments of the `PruningCallback`, with `save_dir`.
+        prune: The callback, with `save_dir`.
         conversions: The conversions of the pruned model to other formats.
         windows: The largest number of windows to evaluate on.
         accelerator: The accelerator, as Lightning names it.
@@ -69,13 +69,79 @@ def prune_and_compare(
         The reason why the result is of no use, `None` if it may be useful.
     """
     require_accelerator(accelerator)
-    prune = PruningCallback(**pruning)
-    has_files = bool(text["train_files"])
-    data = TextDataModule(**text, hold_out=has_files, calibration=None if has_files else SELF)
-    assert prune.save_dir is not None
+    data = _data(text)
     with quiet_lightning():
         console.print(f"Loading {source['model']} …")
         model = CausalLM(**source)
+        subject = _Subject.of(model, data, prune, conversions, windows, accelerator)
+        console.print(subject.plan_text())
+        dense = subject.evaluate("dense", console)
+        console.print(subject.announcement())
+        sizes = [subject.size()]
+        start = time.perf_counter()
+        subject.trainer.predict(model, datamodule=data, callbacks=[prune])
+        seconds = time.perf_counter() - start
+        pruned = subject.evaluate("pruned", console)
+        sizes.append(subject.size())
+    report, directory, held_out = prune.report, prune.save_dir, subject.held_out
+    assert report is not None
+    assert directory is not None
+    name = held_out.name
+    record(directory, perplexity={name: pruned}, dense={name: dense}, model=str(directory))
+    if not report.narrowed:
+        sizes = _equally_fast(sizes)
+    table = _table(dense, pruned, prune, sizes, seconds)
+    try:
+        for conversion in conversions:
+            size = conversion.convert(directory)
+            table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
+    finally:  # also if a conversion fails: the pruned model is saved
+        console.print(table)
+        console.print(f"Evaluated on {held_out.described(dense)}.")
+    return _why_useless(_ratio(dense, pruned), report)
+
+
+def _data(text: Mapping[str, Any]) -> TextDataModule:
+    """Return the text of files with a held-out part, or the text that the model will write."""
+    if text["train_files"]:
+        return TextDataModule(**text, hold_out=True)
+    return TextDataModule(**text, calibration=SELF)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A dense model that is to be pruned, with its text and all that is checked before the work.
+
+    Attributes:
+        model: The model.
+        data: Its text, cut into windows of a length that the model reads.
+        settings: The settings of the pruning.
+        plan: The layers that will be pruned.
+        num_samples: The number of windows to calibrate on.
+        held_out: The windows to evaluate on.
+        trainer: The trainer of all runs of the model.
+    """
+
+    model: CausalLM
+    data: TextDataModule
+    settings: Settings
+    plan: Plan
+    num_samples: int
+    held_out: "_HeldOut"
+    trainer: Trainer
+
+    @classmethod
+    def of(
+        cls,
+        model: CausalLM,
+        data: TextDataModule,
+        prune: PruningCallback,
+        conversions: "Sequence[Conversion]",
+        windows: int,
+        accelerator: str,
+    ) -> "_Subject":
+        """Check outputs, layers and text, in the order of what each costs."""
+        assert prune.save_dir is not None
         check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
         for conversion in conversions:
             conversion.check()
@@ -91,57 +157,58 @@ def prune_and_compare(
         held_out = _HeldOut.of(data, windows)
         check_batch(model, held_out.windows.ids)
         num_samples = data.num_samples
-        if has_files:
+        if data.train_files:  # which may hold fewer windows
             calibration = data.calibration_windows()
             check_batch(model, calibration)
             num_samples = len(calibration)
-        console.print(_plan(prune.settings, plan, data, num_samples, has_files=has_files))
-        dense = held_out.evaluate("dense", model, trainer, console)
-        expected = estimate(
-            model.model,
-            plan,
-            prune.settings,
-            windows=num_samples,
-            length=data.sequence_length,
-            tokens_per_second=held_out.windows.ids.numel() / held_out.seconds,
-            products_per_second=products_per_second(trainer.strategy.root_device),
+        return cls(model, data, prune.settings, plan, num_samples, held_out, trainer)
+
+    def plan_text(self) -> str:
+        """Return a sentence on the layers, the settings and the text of the pruning."""
+        verb = "quantised" if isinstance(self.settings.recipe.pattern, Dense) else "pruned"
+        text = (
+            f"{self.data.calibration_source}."
+            if self.data.train_files
+            else "text that the model writes itself. Text that is like yours is given by `--text "
+            "FILE`: it is then evaluated on, too."
+        )
+        number = self.plan.num_layers
+        return (
+            f"{number} layer{'s are' if number != 1 else ' is'} to be {verb} to "
+            f"{_amount(self.settings)} by {_method(self.settings)}, calibrated on "
+            f"{counted(self.num_samples, 'window')} of {text}"
+        )
+
+    def evaluate(self, name: str, console: Console) -> Scores:
+        """Measure the perplexity of the model on the held-out windows."""
+        return self.held_out.evaluate(name, self.model, self.trainer, console)
+
+    def size(self) -> "Size":
+        """Measure the model on the trainer's device, which an evaluation moves it away from."""
+        self.model.to(self.trainer.strategy.root_device)
+        return Size.of(self.model)
+
+    def announcement(self) -> str:
+        """Return the expected time and memory, from the speed of the evaluation of before."""
+        device = self.trainer.strategy.root_device
+        pruning = estimate(
+            self.model.model,
+            self.plan,
+            self.settings,
+            windows=self.num_samples,
+            length=self.data.sequence_length,
+            tokens_per_second=self.held_out.windows.ids.numel() / self.held_out.seconds,
+            products_per_second=products_per_second(device),
         )
         writing = Estimate(0.0, 0)
-        if not has_files:
-            model.to(trainer.strategy.root_device)  # the evaluation left it on the CPU
-            cutter = Cutter(model.tokenizer, data.sequence_length)
-            writing = estimate_writing(model.model, cutter, data.seed, data.num_samples)
-        evaluating = Estimate(held_out.seconds, 0)  # the second evaluation, of the pruned model
-        console.print(_announcement(expected.after(writing).after(evaluating), writing))
-        model.to(trainer.strategy.root_device)
-        sizes = [Size.of(model)]
-        start = time.perf_counter()
-        trainer.predict(model, datamodule=data, callbacks=[prune])
-        seconds = time.perf_counter() - start
-        pruned = held_out.evaluate("pruned", model, trainer, console)
-        model.to(trainer.strategy.root_device)
-        sizes.append(Size.of(model))
-    assert prune.report is not None
-    if not prune.report.narrowed:
-        # Zeros cost as much as other weights: both models do the same work, so that their times
-        # differ only by other work on the machine.
-        times = [size.ms_a_token for size in sizes if size.ms_a_token is not None]
-        sizes = [replace(size, ms_a_token=min(times, default=None)) for size in sizes]
-    record(
-        prune.save_dir,
-        perplexity={held_out.name: pruned},
-        dense={held_out.name: dense},
-        model=str(prune.save_dir),
-    )
-    table = _table(dense, pruned, prune, sizes, seconds)
-    try:
-        for conversion in conversions:
-            size = conversion.convert(prune.save_dir)
-            table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
-    finally:  # also if a conversion fails: the pruned model is saved
-        console.print(table)
-        console.print(f"Evaluated on {held_out.described(dense)}.")
-    return _why_useless(_ratio(dense, pruned), prune.report)
+        if not self.data.train_files:
+            self.model.to(device)
+            cutter = Cutter(self.model.tokenizer, self.data.sequence_length)
+            writing = estimate_writing(
+                self.model.model, cutter, self.data.seed, self.data.num_samples
+            )
+        evaluating = Estimate(self.held_out.seconds, 0)  # of the pruned model
+        return _announcement(pruning.after(writing).after(evaluating), writing)
 
 
 @dataclass(frozen=True)
@@ -285,23 +352,6 @@ class _Clock(Callback):
         self.seconds = time.perf_counter() - self._start
 
 
-def _plan(
-    settings: Settings, plan: Plan, data: TextDataModule, num_samples: int, *, has_files: bool
-) -> str:
-    verb = "quantised" if isinstance(settings.recipe.pattern, Dense) else "pruned"
-    text = (
-        f"{data.calibration_source}."
-        if has_files
-        else "text that the model writes itself. Text that is like yours is given by `--text "
-        "FILE`: it is then evaluated on, too."
-    )
-    windows = counted(num_samples, "window")
-    return (
-        f"{plan.num_layers} layer{'s are' if plan.num_layers != 1 else ' is'} to be {verb} to "
-        f"{_amount(settings)} by {_method(settings)}, calibrated on {windows} of {text}"
-    )
-
-
 def _amount(settings: Settings) -> str:
     if settings.structure is None:
         return settings.amount
@@ -358,6 +408,16 @@ def _table(
         roughly(max(seconds, totals["seconds"])),  # includes interrupted runs
     )
     return table
+
+
+def _equally_fast(sizes: Sequence[Size]) -> list[Size]:
+    """Return sizes with the time of the fastest.
+
+    Zeros cost as much as other weights: a dense model and its pruned copy do the same work, so that
+    their times differ only by other work on the machine.
+    """
+    times = [size.ms_a_token for size in sizes if size.ms_a_token is not None]
+    return [replace(size, ms_a_token=min(times, default=None)) for size in sizes]
 
 
 def _ratio(dense: Scores, pruned: Scores) -> float:

@@ -63,11 +63,13 @@ def main(args: list[str]) -> None:
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from rich.console import Console
 
+    from mrp_lightning.callbacks import PruningCallback
     from mrp_lightning.commands.comparison import Conversion, prune_and_compare
+    from mrp_lightning.loop.pruning_run import Output
     from mrp_lightning.signals import interruptible, unclaimed_signals
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    output = {"save_dir": out, "overwrite": options.overwrite, "resume": not options.restart}
+    output = Output(out, options.overwrite, resume=not options.restart)
     values = vars(options)
     with (
         interruptible(unclaimed_signals(), at_once=True),
@@ -79,7 +81,7 @@ def main(args: list[str]) -> None:
         problem = prune_and_compare(
             {key: values[key] for key in _OF_MODEL},
             text | {"train_files": files},
-            {**settings, **output},
+            PruningCallback.of(settings, output),
             conversions,
             windows=options.eval_samples,
             accelerator=options.accelerator,
@@ -88,27 +90,26 @@ def main(args: list[str]) -> None:
     console.print(problem or _next_steps(out, conversions), soft_wrap=True)
 
 
-def _settings(options: Namespace) -> dict[str, Any]:
-    """Return the arguments of the pruning callback for the options."""
+def _settings(options: Namespace) -> Settings:
+    """Return the settings for the options, checked before anything is loaded."""
     if options.method is not None and options.recipe is not None:
         raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
-    settings = {name: getattr(options, name) for name in _SETTINGS}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    if not settings.keys() & {"pattern", "sparsity", "bits", "grid", "head_grid"}:
+    values = {name: getattr(options, name) for name in _SETTINGS}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if not chosen.keys() & {"pattern", "sparsity", "bits", "grid", "head_grid"}:
         raise OptionError(
             "`prune` needs one of `--pattern` (such as 2:4: two of every four weights are kept) "
             "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits`, "
             "`--grid` or `--head-grid`, with either of them or alone."
         )
-    arguments = {**_RECIPES[options.recipe or "paper"], **settings}
-    if {"pattern", "sparsity"} <= settings.keys():
+    arguments = {**_RECIPES[options.recipe or "paper"], **chosen}
+    if {"pattern", "sparsity"} <= chosen.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
-    if "pattern" in settings and "block_size" not in settings:
+    if "pattern" in chosen and "block_size" not in chosen:
         pattern = make_pattern(None, options.pattern)
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
             arguments["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
-    Settings(**arguments)  # raises for wrong arguments before anything is loaded
-    return arguments
+    return Settings(**arguments)
 
 
 def _conversions(options: Namespace, out: Path) -> list[tuple[str, Path, list[str]]]:
@@ -139,11 +140,11 @@ def _from_standard_input(files: Sequence[str] | None) -> Iterator[list[str] | No
         yield [str(file) if name == "-" else name for name in files]
 
 
-def _default_out(options: Namespace, settings: dict[str, Any]) -> Path:
+def _default_out(options: Namespace, settings: Settings) -> Path:
     """Return a directory in the working directory such as `opt-125m-2of4`."""
     name = Path(options.model).expanduser().resolve().name.removesuffix(".gguf")
     amount = options.pattern or (f"{100 * options.sparsity:g}" if options.sparsity else None)
-    bits = f"{settings['bits']}bit" if options.bits else None
+    bits = f"{settings.bits}bit" if options.bits else None
     head = f"head-{options.head_grid}" if options.head_grid else None
     parts = [name, amount, options.structure, options.grid or bits, head, options.recipe]
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))

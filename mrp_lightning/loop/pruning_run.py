@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,10 +151,10 @@ class Output:
             Then the journal outlives the run.
     """
 
-    save_dir: str | PathLike[str] | None
-    overwrite: bool
-    resume: bool
-    run_directory: str | PathLike[str] | None
+    save_dir: str | PathLike[str] | None = None
+    overwrite: bool = False
+    resume: bool = True
+    run_directory: Path | None = None
 
 
 class Run:

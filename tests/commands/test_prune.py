@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning import CausalLM, TextDataModule
-from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.comparison import _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
@@ -126,13 +125,12 @@ def test_a_mistake_is_told_in_a_line_before_the_model_is_loaded(options, said, c
     ("pattern", "columns"), [("2:4", 128), ("2:3", 126), ("5:7", 126), ("100:200", 200)]
 )
 def test_columns_are_chosen_together_as_a_pattern_divides_them(pattern, columns):
-    recipe = _settings(_parser().parse_args(["model", f"--pattern={pattern}"]))
-    assert PruningCallback(**recipe).settings.recipe.block_size == columns
+    settings = _settings(_parser().parse_args(["model", f"--pattern={pattern}"]))
+    assert settings.recipe.block_size == columns
 
 
 def test_a_recipe_is_shown_as_what_it_is():
-    chosen = _settings(_parser().parse_args(["model", "--recipe=best_4bit", "--pattern= 3 : 4"]))
-    settings = PruningCallback(**chosen).settings
+    settings = _settings(_parser().parse_args(["model", "--recipe=best_4bit", "--pattern= 3 : 4"]))
     assert settings.config()["pattern"] == "3:4"
     assert (_amount(settings), _method(settings)) == ("3:4+4bit", "JM, dense target, tuned")
 
