@@ -3,7 +3,6 @@
 import logging
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -13,16 +12,12 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mrp_lightning.cli.arguments_given import Argument, arguments_given
 from mrp_lightning.cli.mistakes import explain, nearest, unknown_key
-from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.upstream.other_names import option_named, options_of
 
 # Reading attribute docstrings, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
 set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
-
-_OWN_LOGGERS = ("mrp_lightning", "callbacks", progress_log.name)
-"""The beginnings of the names of loggers whose messages name arguments."""
 
 
 class Parser(ArgumentParser):
@@ -65,23 +60,16 @@ class Parser(ArgumentParser):
         return super().parse_args(args, *more, **kwargs)
 
     @contextmanager
-    def options_in_errors(self) -> Iterator[None]:
-        """Replace arguments in errors, warnings and log records of this context by options."""
-        shown, make_record = warnings.showwarning, logging.getLogRecordFactory()
+    def options_in_messages(self) -> Iterator[None]:
+        """Name this parser's options in the errors and the log of this context.
 
-        def show(message: Warning | str, *origin: Any, **more: Any) -> None:
-            if isinstance(message, Warning):
-                message.args = (self.in_options(str(message)),)
-            shown(message, *origin, **more)
-
-        def record_in_options(*args: Any, **more: Any) -> logging.LogRecord:
-            record = make_record(*args, **more)
-            if record.name.startswith(_OWN_LOGGERS):
-                record.msg, record.args = self.in_options(record.getMessage()), ()
-            return record
-
-        warnings.showwarning = show
-        logging.setLogRecordFactory(record_in_options)
+        The package names arguments as Python and YAML have them. Records are changed where they are
+        shown, by a handler, so that other handlers get them as they are.
+        """
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OptionsFormatter(self))
+        log = logging.getLogger("mrp_lightning")
+        log.addHandler(handler)
         try:
             yield
         except Exception as error:
@@ -91,8 +79,7 @@ class Parser(ArgumentParser):
                 error.args = (self.in_options(error.args[0]),)
             raise
         finally:
-            warnings.showwarning = shown
-            logging.setLogRecordFactory(make_record)
+            log.removeHandler(handler)
 
     def in_options(self, message: str) -> str:
         """Return a message with options for Python's or YAML's arguments: `--a b` for `a: b`."""
@@ -134,6 +121,18 @@ class Parser(ArgumentParser):
             raise OptionError(_missing(parser, missing[1].split(", "))) from ex
         takes_files = "--config" in options_of(parser)
         raise OptionError(explained if takes_files else self.in_options(explained)) from ex
+
+
+class _OptionsFormatter(logging.Formatter):
+    """Formats records with the options of a parser in place of arguments."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__()
+        self._parser = parser
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the message alone, as Python does where no handler is set up."""
+        return self._parser.in_options(super().format(record))
 
 
 def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(args)
-    with parser.options_in_errors():
+    with parser.options_in_messages():
         listing = _listing_of(options)
     if options.json:
         sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")

@@ -57,7 +57,7 @@ def main(args: list[str]) -> None:
     """
     parser = _parser()
     options = parser.parse_args(args)
-    with parser.options_in_errors():
+    with parser.options_in_messages():
         settings = _settings(options)
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     values = vars(options)
     with (
         interruptible(unclaimed_signals(), at_once=True),
-        parser.options_in_errors(),
+        parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):
         conversions = [Conversion(*each) for each in _conversions(options, out)]

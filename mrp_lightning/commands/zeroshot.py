@@ -31,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results."""
     parser = _parser()
     options = parser.parse_args(args)
-    with parser.options_in_errors():
+    with parser.options_in_messages():
         _evaluate(options)
 
 
