@@ -4,6 +4,7 @@ import ast
 import errno
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -198,6 +199,13 @@ def test_all_messages_can_name_options():
         ("`streaming` and `model`", "`streaming` and `MODEL`"),
     ):
         assert expected in parser.in_options(message)
+
+
+def test_the_log_names_options_where_the_command_shows_it(capsys, caplog):
+    with _parser().options_in_messages():
+        logging.getLogger("mrp_lightning.text").warning("Give `train_files: %s`.", "a.txt")
+    assert capsys.readouterr().err == "Give `--text a.txt`.\n"
+    assert caplog.messages == ["Give `train_files: a.txt`."]  # as Python has it
 
 
 def test_what_a_pattern_does_not_divide_is_told_by_the_options(tiny_llama, text, capsys):
