@@ -357,6 +357,8 @@ def _register_empty(layer: Any, form: PackedFormat, dtype: torch.dtype) -> None:
     for name, tensor in zip(names_of(form), form.empty((0, 0), 0, dtype), strict=True):
         param: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
         param.weight_loader = functools.partial(layer.arrivals.take, name)
+        # A class that rearranges rows does so where there are any: it shall, and be noticed.
+        param.output_dim, param.input_dim = 0, 1
         layer.register_parameter(name, param)
 
 

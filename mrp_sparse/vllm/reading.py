@@ -1,7 +1,7 @@
 """Reading a packed checkpoint in vLLM: every tensor in its place, or one error before it serves.
 
 vLLM hands the tensors of a checkpoint to the model's class, and checks none of a quantized model.
-So they are watched on their way: `DefaultModelLoader.get_all_weights` is wrapped, for these alone.
+So they are watched on their way: two methods of `DefaultModelLoader` are wrapped for packed models.
 """
 
 import functools
@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from mrp_ground.errors import FormatError
+from mrp_ground.errors import FormatError, first_line
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.vllm.configuration import CONFIGS, PackedConfig
 from mrp_sparse.vllm.head import EightBitMethod
@@ -22,17 +22,34 @@ from mrp_sparse.vllm.marks import mark
 
 log = init_logger(f"vllm.{__name__}")
 
+_NEXT_STEP = "Run the model in transformers, or export it with `--format dense`."
+
 
 @functools.cache
 def register() -> None:
     """Wrap vLLM's reading of files, once."""
-    read = DefaultModelLoader.get_all_weights
+    read, load = DefaultModelLoader.get_all_weights, DefaultModelLoader.load_weights
+
+    @functools.wraps(load)
+    def load_whole(self: Any, model: nn.Module, model_config: Any) -> None:
+        if model_config.quantization not in CONFIGS:
+            return load(self, model, model_config)
+        try:
+            return load(self, model, model_config)
+        except FormatError:
+            raise
+        except Exception as error:  # classes of models have code of their own for each tensor
+            raise FormatError(
+                f"vLLM's {type(model).__name__} cannot read packed layers ({first_line(error)}). "
+                f"{_NEXT_STEP}"
+            ) from error
 
     @functools.wraps(read)
     def read_and_watch(self: Any, model_config: Any, model: nn.Module) -> Iterator[Any]:
         tensors = read(self, model_config, model)
         return watch(tensors, model) if model_config.quantization in CONFIGS else tensors
 
+    DefaultModelLoader.load_weights = load_whole
     DefaultModelLoader.get_all_weights = read_and_watch
 
 
@@ -75,8 +92,7 @@ def _check_names(model: nn.Module, config: PackedConfig) -> None:
     if is_whole and (unread := sorted(expected - config.claimed)):
         raise FormatError(
             f"vLLM's {type(model).__name__} has no linear layer for {len(unread)} of the packed "
-            f"ones, such as {unread[0]}. Run the model in transformers, or export it with "
-            "`--format dense`."
+            f"ones, such as {unread[0]}. {_NEXT_STEP}"
         )
 
 

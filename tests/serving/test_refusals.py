@@ -1,0 +1,109 @@
+"""Checkpoints that cannot be served are refused before the engine is up, with the next step."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from served import engine
+
+pytest.importorskip("vllm", reason="needs vLLM: `make vllm`")
+
+
+@pytest.fixture
+def copy(half, packed, tmp_path):
+    """A copy of a packed directory, to damage."""
+    return shutil.copytree(packed(half, "bitmask"), tmp_path / "copy")
+
+
+def change(directory, edit, name="model.layers.1.mlp.down_proj.weight_bits"):
+    """Let `edit` change the tensors of the file that holds one."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    file = directory / index["weight_map"][name]
+    tensors = load_file(file)
+    edit(tensors, name)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def flip(tensors, name):
+    tensors[name][3, 5] ^= 1
+
+
+def drop(tensors, name):
+    del tensors[name]
+
+
+def cut(tensors, name):
+    tensors[name] = tensors[name][:-1].clone()
+
+
+def retype(tensors, name):
+    tensors[name] = tensors[name].to(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (flip, r"damaged, \d+ weights are marked as kept, and there are \d+ values"),
+        (drop, "weight_bits missing in the files"),
+        (cut, r"weight_bits is \(255, 88\) in torch.uint8, expected \(256, 88\)"),
+        (retype, "weight_bits is .* in torch.int16, expected"),
+    ],
+)
+def test_damage(edit, message, copy):
+    change(copy, edit)
+    with pytest.raises(ValueError, match=rf"down_proj: {message}"):
+        engine(copy)
+
+
+def test_all_damaged_layers_are_listed(copy):
+    names = [f"model.layers.{i}.self_attn.{x}_proj.weight_bits" for i, x in ((0, "q"), (3, "o"))]
+    for name in names:
+        change(copy, flip, name)
+    with pytest.raises(ValueError, match="Export the pruned model again") as error:
+        engine(copy)
+    assert "layers.0.self_attn.qkv_proj" in str(error.value)
+    assert "layers.3.self_attn.o_proj" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("format_version", 2, "`quantization_config.format_version` is 2"),
+        ("colour", "red", "also ..colour"),
+        ("modules", [1], "expected an object of sizes by name"),
+    ],
+)
+def test_settings_of_another_version(key, value, message, copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"][key] = value
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        engine(copy)
+
+
+def test_a_dtype_without_a_kernel(copy):
+    with pytest.raises(ValueError, match=r"float64"):
+        engine(copy, dtype="float64")
+
+
+def test_a_packed_layer_that_vllm_does_not_have(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["modules"]["model.layers.9.mlp.gate"] = 3
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"no linear layer for 1 .* model.layers.9.mlp.gate"):
+        engine(copy)
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.32.1", False), ("0.33.0", True), ("0.9", True)])
+def test_a_version_that_was_not_tested_warns(version, warns, monkeypatch, caplog):
+    import vllm
+
+    from mrp_sparse.vllm import register
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    register()
+    assert (f"this is {version}" in caplog.text) == warns
