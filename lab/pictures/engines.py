@@ -26,6 +26,7 @@ OUT = ROOT / "docs/pictures/engines.svg"
 QUANTISERS = {
     "mrp-lightning": ("#0a6d74", "o"),
     "mrp-lightning, balanced": ("#c04a2b", "s"),
+    "mrp-lightning, balanced, dense target": ("#7a3b8f", "P"),
     "llama.cpp, importance matrix": ("#2d6db3", "^"),
     "AutoRound": ("#7b838c", "D"),
 }
@@ -56,7 +57,7 @@ def engines_picture() -> Picture:
         f"{row['type']} by {row['quantiser']}: {row['perplexity']:.2f}"
         for _, row in table.iterrows()
     )
-    return picture("engines", "Perplexity by type.", words, lambda: draw(dense, table))
+    return picture("engines", "Perplexity of SmolLM2-135M with rescaled channels by type.", words, lambda: draw(dense, table))
 
 
 def read_results() -> tuple[float, pd.DataFrame]:
@@ -109,9 +110,9 @@ def draw(dense: float, table: pd.DataFrame) -> Figure:
         va="center", color=INK,
     )  # fmt: skip
     bits = table.groupby("type")["bits"].first()
-    labels = [f"{label}\n{bits[name]:.1f} bits" for name, label in ROWS.items()]
+    labels = [f"{label}\n{bits[name]:.3g} bits" for name, label in ROWS.items()]
     axes.set_yticks([-row for row in range(len(ROWS))], labels)
-    axes.set(xlabel="perplexity (lower is better)", ylim=(0.4 - len(ROWS), 0.9))
+    axes.set(xlabel="perplexity of SmolLM2-135M, rescaled, which flatters balance", ylim=(0.4 - len(ROWS), 0.9))
     axes.set_xlim(dense - 0.15, table["perplexity"].max() + 0.25)
     axes.grid(False)
     for row in range(len(ROWS)):
