@@ -57,7 +57,8 @@ def engines_picture() -> Picture:
         f"{row['type']} by {row['quantiser']}: {row['perplexity']:.2f}"
         for _, row in table.iterrows()
     )
-    return picture("engines", "Perplexity of SmolLM2-135M with rescaled channels by type.", words, lambda: draw(dense, table))
+    caption = "Perplexity of SmolLM2-135M with rescaled channels by type."
+    return picture("engines", caption, words, lambda: draw(dense, table))
 
 
 def read_results() -> tuple[float, pd.DataFrame]:
@@ -112,7 +113,8 @@ def draw(dense: float, table: pd.DataFrame) -> Figure:
     bits = table.groupby("type")["bits"].first()
     labels = [f"{label}\n{bits[name]:.3g} bits" for name, label in ROWS.items()]
     axes.set_yticks([-row for row in range(len(ROWS))], labels)
-    axes.set(xlabel="perplexity of SmolLM2-135M, rescaled, which flatters balance", ylim=(0.4 - len(ROWS), 0.9))
+    axes.set_xlabel("perplexity of SmolLM2-135M, rescaled, which flatters balance")
+    axes.set_ylim(0.4 - len(ROWS), 0.9)
     axes.set_xlim(dense - 0.15, table["perplexity"].max() + 0.25)
     axes.grid(False)
     for row in range(len(ROWS)):

@@ -463,10 +463,10 @@ def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
         yield _NextStep(
             "Where it lost too much: aim at the dense model's outputs and tune each block. It "
             "takes several times as long, and calibration text like yours matters the more.",
-            "python -m mrp_lightning predict --config configs/recipes/best.yaml …",
+            "mrp-lightning prune MODEL --recipe best …",
         )
     if not any(copy.exported for other in model.groups for copy in other.runs):
-        pack = f"python -m export.to_sparse {directory}"
+        pack = f"mrp-lightning export {directory}"
         yield _NextStep("Pack it: its files become smaller, and its layers faster to decode.", pack)
 
 

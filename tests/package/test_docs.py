@@ -323,3 +323,14 @@ def test_a_streamed_run_by_command_and_by_call(tiny_llama, corpora_dir, here):
     for file in files:
         other = load_file(Path("runs/opt-125m-50", file.name))
         assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
+
+
+def test_the_method_names_the_functions_that_compute_its_formulas():
+    import mrp_lightning.solver.compensations as compensations
+    import mrp_lightning.solver.hessian as hessian
+
+    named = re.findall(r"\(`([A-Z]\w+)\.?(\w*)`\)", (DOCS / "method.md").read_text())
+    assert len(named) == 4
+    for owner, function in named:
+        kind = getattr(compensations, owner, None) or getattr(hessian, owner)
+        assert hasattr(kind, function) if function else kind.__doc__
