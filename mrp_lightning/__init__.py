@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.pruning.settings import BlockTuning
+    from mrp_lightning.records.block_result import BlockResult
     from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
     from mrp_lightning.solver.columns import ColumnSolution, prune_columns
     from mrp_lightning.solver.hessian import HessianAccumulator
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockReport",
+    "BlockResult",
     "BlockTuning",
     "CausalLM",
     "ColumnSolution",
@@ -68,6 +70,7 @@ silence_torchao()
 # Imported on first access (PEP 562): torch takes seconds, Lightning and transformers some more.
 _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
+    "BlockResult": "mrp_lightning.records.block_result",
     "BlockTuning": "mrp_lightning.pruning.settings",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",

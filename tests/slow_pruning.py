@@ -1,6 +1,7 @@
 """Pruning a tiny model as the package does, and slowly: full forwards, all inputs kept."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning import sequential
 from mrp_lightning.pruning.job import Job, Listener
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.layers import is_conv1d, is_linear
 from mrp_lightning.targets.plan import make_plan
@@ -33,8 +35,8 @@ class Killed(BaseException):
 class Dying(Journal):
     """Ends the process after two blocks."""
 
-    def write(self, step: int, record: Any) -> None:
-        super().write(step, record)
+    def write(self, step: int, result: BlockResult) -> None:
+        super().write(step, result)
         if step == 1:
             raise Killed
 
@@ -73,13 +75,24 @@ def prune_model(
         batches=batches,
         plan=make_plan(model, settings.recipe.pattern, **choices),
         settings=settings,
-        report=PruningReport({"method": method, "pattern": pattern}),
         listener=listener,
         processes=processes,
         journal=journal,
     )
     sequential.prune_model(job)
-    return job.report
+    return report_of(job)
+
+
+def report_of(job: Job) -> PruningReport:
+    """The report of what a job has pruned, as a run makes it."""
+    listener = job.listener
+    walk = {} if listener.walk is None else {"walk": listener.walk}
+    return PruningReport.of(
+        listener.results,
+        {"method": job.settings.method, "pattern": job.settings.pattern, **walk},
+        **asdict(listener.usage),
+        resumed_blocks=listener.resumed_blocks,
+    )
 
 
 def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> list[Tensor]:

@@ -9,10 +9,10 @@ import torch
 from families import batches, build, runner
 from torch import Tensor, nn
 
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.job import Job, Listener
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.report import LayerReport
 from mrp_lightning.targets.plan import Plan, make_plan
 
 
@@ -23,7 +23,7 @@ class CheckedRun:
     Attributes:
         model: The pruned model.
         plan: The blocks and layers of the model.
-        report: The report of the pruning.
+        listener: The listener of the pruning, which has its results.
         errors: By block, the largest error of a run of it: the distance of its output, or of its
             input, from those in a full forward of the model as it was at that moment, relative to
             ‖output − input‖ of the block, what it adds to the residual stream (to ‖output‖, where
@@ -32,8 +32,13 @@ class CheckedRun:
 
     model: nn.Module
     plan: Plan
-    report: PruningReport
+    listener: Listener
     errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[LayerReport]:
+        """The rows of all layers, those that stayed dense included."""
+        return [row for result in self.listener.results for row in result.rows]
 
     @property
     def error(self) -> float:
@@ -52,7 +57,7 @@ def prune_and_compare(
     model, twin = build(family), build(family)
     settings = Settings(pattern=pattern, method="SM")
     plan = make_plan(model, settings.recipe.pattern)
-    done = CheckedRun(model, plan, PruningReport({}))
+    done = CheckedRun(model, plan, Listener())
     names = [block.name for block in plan.blocks]
     run, run_twin = (runner(m, use_cache=use_cache) for m in (model, twin))
 
@@ -67,7 +72,7 @@ def prune_and_compare(
             except BaseException:
                 # The walk stopped the forward after the block that it runs. Before it has said
                 # which walk it takes, it only tries.
-                if seen and "walk" in done.report.config:
+                if seen and done.listener.walk is not None:
                     compare(batch)
                 raise
 
@@ -86,7 +91,7 @@ def prune_and_compare(
             batches=batches(family, padding=padding),
             plan=plan,
             settings=settings,
-            report=done.report,
+            listener=done.listener,
         )
         prune_model(job)
     return done

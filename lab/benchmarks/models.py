@@ -74,9 +74,9 @@ def row(family: str) -> list[str]:
     return [
         family,
         ", ".join(f"`{name}`" for name in _classes([b.module for b in first.plan.blocks])),
-        first.report.config["walk"],
-        _names(first, [r.name for r in first.report.layers if r.skipped is None]),
-        _names(first, [r.name for r in first.report.layers if r.skipped is not None]),
+        first.listener.walk or "",
+        _names(first, [r.name for r in first.rows if r.skipped is None]),
+        _names(first, [r.name for r in first.rows if r.skipped is not None]),
         f"{error:.0e}" if error else "0",
     ]
 

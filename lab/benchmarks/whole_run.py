@@ -151,8 +151,8 @@ def _prune(
         settings=settings,
         device=model.device,
     )
-    prune_model(job)
-    return (row.relative_loss for row in job.report.pruned if row.relative_loss is not None)
+    rows = [row for result in prune_model(job) for row in result.pruned_rows]
+    return (row.relative_loss for row in rows if row.relative_loss is not None)
 
 
 def perplexity(model: Any, windows: Tensor) -> float:

@@ -34,11 +34,11 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from mrp_lightning.errors import FormatError, JournalError, OptionError, TargetError
     from mrp_lightning.experiments.runs import FinishedTrial
     from mrp_lightning.files import MANIFEST, not_ours
-    from mrp_lightning.journal.block_record import BlockRecord
     from mrp_lightning.journal.journal import unfinished_report
     from mrp_lightning.models.gguf import gguf_config
     from mrp_lightning.models.integrity import check_values, damaged_files
     from mrp_lightning.records import evaluation
+    from mrp_lightning.records.block_result import BlockResult, is_of_journal
     from mrp_lightning.records.report import PruningReport
     from mrp_sparse.own_module import load_into
 
@@ -68,9 +68,9 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     def block(directory: Path, data: bytes) -> None:
         file = directory / "block-00000.safetensors"
         file.write_bytes(data)
-        BlockRecord.is_in(file)
+        is_of_journal(file)
         with suppress(FormatError, SafetensorError):
-            BlockRecord.load(file)
+            BlockResult.load(file)
 
     def record(directory: Path, data: bytes) -> None:
         """The bytes are the JSON in the metadata of a whole file, which `block` seldom keeps."""
@@ -78,7 +78,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         content = {"format": "pt", "record": data.decode(errors="replace")}
         file.write_bytes(save({"weight": torch.ones(1)}, content))
         with suppress(FormatError):
-            BlockRecord.load(file)
+            BlockResult.load(file)
 
     def checksums(directory: Path, data: bytes) -> None:
         (directory / "config.json").write_text("{}")

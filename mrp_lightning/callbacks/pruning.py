@@ -142,17 +142,19 @@ class PruningCallback(Callback):
         if run is None or not (batches := run.num_batches()):
             return
         self._end_run()
-        self.report = run.report
-        with run.prune(batches) as pruned:
-            self._pruned = pruned
-            if run.save_dir is None:
-                pruned.complete()
-            else:
-                try:
-                    self._save_and_release(run.save_dir, pruned)
-                finally:
-                    trainer.strategy.barrier("saved")
-            run.log_result()
+        try:
+            with run.prune(batches) as pruned:
+                self._pruned = pruned
+                if run.save_dir is None:
+                    pruned.complete()
+                else:
+                    try:
+                        self._save_and_release(run.save_dir, pruned)
+                    finally:
+                        trainer.strategy.barrier("saved")
+                run.log_result()
+        finally:
+            self.report = run.report  # also after an error: it has the layers that are pruned
 
     def _save_and_release(self, directory: str | PathLike[str], pruned: PrunedModule) -> None:
         pruned.save(directory, overwrite=self.overwrite)

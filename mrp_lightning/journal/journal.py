@@ -27,7 +27,6 @@ from mrp_lightning.files import (
     output_path,
     sha256_of,
 )
-from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.manifest import (
     NAME,
     WEIGHTS,
@@ -38,6 +37,7 @@ from mrp_lightning.journal.manifest import (
     digest,
 )
 from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.records.block_result import BlockResult, is_of_journal, save_tensors
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.layers import Layer
@@ -50,8 +50,11 @@ log = logging.getLogger(__name__)
 _LOCK = ".lock"
 _BLANK_BYTES = 4096
 _TEMPORARY = re.compile(r"\.tmp\w{6}")
-_BALANCE = "balance.safetensors"
-_BLOCK = re.compile(r"(block-\d{5,}(-grid)?|balance)\.safetensors(?P<part>\.partial)?")
+_KEPT = "kept"
+_BLOCK = re.compile(
+    # Journals of format version 1 have `balance`; they are refused, but also removed.
+    rf"(block-\d{{5,}}(-grid)?|{_KEPT}-[a-z]+|balance)\.safetensors(?P<part>\.partial)?"
+)
 
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
@@ -147,7 +150,7 @@ def _blocks(path: Path) -> list[Path]:
     try:
         manifest = Manifest.load(path)
         listed = {name for entry in manifest.shards.values() for name in entry.checksums}
-        listed |= {_BALANCE} if manifest.balance else set()
+        listed |= {f"{_KEPT}-{name}.safetensors" for name in manifest.kept}
     except (JournalError, OSError):
         listed = set()
     return [
@@ -156,7 +159,7 @@ def _blocks(path: Path) -> list[Path]:
         if (kind := _BLOCK.fullmatch(file.name)) is not None
         and file.is_file()
         and not file.is_symlink()
-        and (file.name in listed or BlockRecord.is_in(file) or (kind["part"] and _is_blank(file)))
+        and (file.name in listed or is_of_journal(file) or (kind["part"] and _is_blank(file)))
     ]
 
 
@@ -264,22 +267,24 @@ class Journal(AbstractContextManager["Journal"]):
         is_whole = step in self.manifest.shards and step not in self._damaged
         return bool(self._processes.all(is_whole)[0])
 
-    def read(self, step: int) -> BlockRecord | None:
-        """Read the record of a step, `None` if the step is not done."""
+    def read(self, step: int) -> BlockResult | None:
+        """Read the result of a step, `None` if the step is not done."""
         if step not in self:
             return None
-        record = None if self._processes.rank else self._load(step)
+        result = None if self._processes.rank else self._load(step)
         if self._processes.size == 1:
-            return record
-        weights = {} if record is None else record.weights
-        kinds = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
-        header = None if record is None else (replace(record, weights={}), kinds)
-        record, kinds = self._processes.all(header)[0]
+            return result
+        # The weights follow one by one, since all of them may not fit into a message.
+        stored = {} if result is None else result.weights
+        kinds = {name: (weight.shape, weight.dtype) for name, weight in stored.items()}
+        header = None if result is None else (replace(result, weights={}), kinds)
+        result, kinds = self._processes.all(header)[0]
+        weights = {}
         for name, (shape, dtype) in kinds.items():
-            weight = weights[name] if weights else torch.empty(shape, dtype=dtype)
+            weight = stored[name] if stored else torch.empty(shape, dtype=dtype)
             weight = weight.to(self._processes.device)
-            record.weights[name] = self._processes.like_first_(weight)
-        return record
+            weights[name] = self._processes.like_first_(weight)
+        return replace(result, weights=weights)
 
     def restore(
         self,
@@ -287,33 +292,33 @@ class Journal(AbstractContextManager["Journal"]):
         layers: Sequence[Layer],
         before_change: Callable[[Layer], None],
         tuned: Sequence[Layer] = (),
-    ) -> BlockRecord | None:
-        """Write the record of a step into its layers; see `BlockRecord.restore`.
+    ) -> BlockResult | None:
+        """Write the result of a step into its layers; see `BlockResult.restore`.
 
         Returns:
-            The record, `None` if the step is not done.
+            The result, `None` if the step is not done.
         """
-        record = self.read(step)
+        result = self.read(step)
         streamed = self._streamed
-        if record is not None and streamed is not None and record.name in streamed.blocks:
-            for layer in [*record.pruned(layers), *tuned]:
+        if result is not None and streamed is not None and result.name in streamed.blocks:
+            for layer in [*result.pruned(layers), *tuned]:
                 before_change(layer)
-            streamed.take(record.name, record.weights)
-            streamed.read_from(record.name, self.file(step))
-        elif record is not None:
-            record.restore(layers, before_change, tuned)
-        return record
+            streamed.take(result.name, result.weights)
+            streamed.read_from(result.name, self.file(step))
+        elif result is not None:
+            result.restore(layers, before_change, tuned)
+        return result
 
-    def _load(self, step: int) -> BlockRecord:
+    def _load(self, step: int) -> BlockResult:
         grid_file = self.path / self.manifest.shards[step].grid_file
-        return replace(BlockRecord.load(self.file(step)), grid=load_parameters(grid_file))
+        return BlockResult.load(self.file(step)).with_grid(load_parameters(grid_file))
 
     def file(self, step: int) -> Path:
         """Return the file of a finished step."""
         return self.path / self.manifest.shards[step].file
 
-    def write(self, step: int, record: BlockRecord) -> None:
-        """Store the record of a step: a block, or last the layers outside of the blocks.
+    def write(self, step: int, result: BlockResult) -> None:
+        """Store the result of a step: a block, or last the layers outside of the blocks.
 
         For a streamed block, which must be pinned, all tensors are stored.
 
@@ -323,30 +328,30 @@ class Journal(AbstractContextManager["Journal"]):
         if self._lock is None:
             return
         streamed = self._streamed
-        if streamed is not None and record.name not in streamed.blocks:
+        if streamed is not None and result.name not in streamed.blocks:
             streamed = None
         if streamed is not None:
-            record = replace(record, weights=streamed.tensors(record.name))
-        record = record.on_cpu()
+            result = replace(result, weights=streamed.tensors(result.name))
+        result = result.on_cpu()
         file = self.path / f"block-{step:05}.safetensors"
         try:
-            checksum = self._store(file, record.save)
-            entry = Entry(file.name, checksum, digest(sorted(record.weights.items())))
-            if record.grid:
+            checksum = self._store(file, result.save)
+            entry = Entry(file.name, checksum, digest(sorted(result.weights.items())))
+            if result.grid:
                 grid_file = self.path / entry.grid_file
-                entry = replace(entry, grid=self._store(grid_file, record.save_grid))
+                entry = replace(entry, grid=self._store(grid_file, result.save_grid))
             self._keep(step, entry)
             self.manifest.seconds = time.monotonic() - self._start
             self.manifest.cpu_seconds = time.process_time() - self._cpu_start
             self.manifest.save(self.path)
         except (OSError, SafetensorError) as error:
             raise SaveError(
-                f"{record.name or 'What was done'} is pruned, but could not be kept in the journal "
+                f"{result.name or 'What was done'} is pruned, but could not be kept in the journal "
                 f"{self.path}: {error}. Make room there, and start the same run again: it goes on "
                 "at this block."
             ) from error
         if streamed is not None:
-            streamed.read_from(record.name, file)
+            streamed.read_from(result.name, file)
 
     def _store(self, file: Path, save: Callable[[Path], None]) -> str:
         """Write a file by a function, move it into place when it is whole, and return its checksum.
@@ -365,33 +370,36 @@ class Journal(AbstractContextManager["Journal"]):
             raise
         return checksum
 
-    def allocate(self, allocation: dict[str, dict[str, float]]) -> None:
-        """Store the allocated sparsities of blocks and layers."""
-        if self._lock is not None:
-            self.manifest.allocation = allocation
-            self._save_manifest()
+    def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return tensors that the run computes once, and that a resumed run reads.
 
-    def factors(self) -> dict[str, Tensor]:
-        """Return the factors that `keep_factors` stored; empty if there are none."""
-        stored = load_file(self.path / _BALANCE) if self._lock and self.manifest.balance else {}
-        factors: dict[str, Tensor] = self._processes.all(stored)[0]
-        return factors
+        All processes must call this, and `compute` is called by all of them or by none.
 
-    def keep_factors(self, factors: Mapping[str, Tensor]) -> None:
-        """Store the factors by which all blocks are balanced.
+        Args:
+            name: The name of the value, in lowercase letters.
+            compute: Returns the tensors by name, the same in all processes.
 
         Raises:
             SaveError: They cannot be written.
         """
-        if self._lock is None:
-            return
-        try:
-            self.manifest.balance = self._store(
-                self.path / _BALANCE, lambda file: BlockRecord.save_factors(factors, file)
-            )
-        except (OSError, SafetensorError) as error:
-            raise _unwritable(self.path, error) from error
-        self._save_manifest()
+        is_stored = bool(self._processes.all(name in self.manifest.kept)[0])
+        if is_stored:
+            stored = load_file(self._kept_file(name)) if self._lock is not None else {}
+            return dict(self._processes.all(stored)[0])
+        computed = compute()
+        if self._lock is not None:
+            tensors = {key: tensor.contiguous() for key, tensor in computed.items()}
+            try:
+                self.manifest.kept[name] = self._store(
+                    self._kept_file(name), lambda file: save_tensors(tensors, file, name)
+                )
+            except (OSError, SafetensorError) as error:
+                raise _unwritable(self.path, error) from error
+            self._save_manifest()
+        return computed
+
+    def _kept_file(self, name: str) -> Path:
+        return self.path / f"{_KEPT}-{name}.safetensors"
 
     def close(self) -> None:
         """Release the lock, so that another process can resume the run."""
@@ -447,11 +455,13 @@ class Journal(AbstractContextManager["Journal"]):
                     file = self.path / name
                     log.warning("%s is damaged or missing. Its block is pruned again.", file)
                     self._damaged.add(step)
-        if earlier.balance and not self._is_whole(_BALANCE, earlier.balance):
-            file = self.path / _BALANCE
-            log.warning("%s is damaged or missing. All blocks are pruned again.", file)
-            earlier.balance = None
-            self._damaged.update(earlier.shards)
+        for name, checksum in list(earlier.kept.items()):
+            file = self._kept_file(name)
+            if not self._is_whole(file.name, checksum):
+                # All blocks were pruned by it: another machine may compute it otherwise.
+                log.warning("%s is damaged or missing. All blocks are pruned again.", file)
+                del earlier.kept[name]
+                self._damaged.update(earlier.shards)
 
     def _is_whole(self, name: str, checksum: str) -> bool:
         file = self.path / name
@@ -498,23 +508,18 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
     manifest = Manifest.load(journal)
     about = manifest.about
     try:
-        report = PruningReport(
-            about["config"],
-            seconds=manifest.seconds,
-            versions=about["versions"],
-            provenance=about["provenance"],
-            model_weights=about["model_weights"],
-        )
+        known = {key: about[key] for key in ("config", "versions", "provenance", "model_weights")}
         blocks = about["blocks"]
     except KeyError as error:
         raise JournalError(f"`about` of {journal / NAME} lacks {error}. Prune again.") from error
+    results = []
     for _, entry in sorted(manifest.shards.items()):
         try:
-            record = BlockRecord.load(journal / entry.file)
+            results.append(BlockResult.load(journal / entry.file))
         except (OSError, SafetensorError, FormatError) as error:
             raise JournalError(
                 f"{journal / entry.file} is damaged ({error}). The run makes it again when it goes "
                 "on."
             ) from error
-        report.extend(record.rows, record.block)
+    report = PruningReport.of(results, seconds=manifest.seconds, **known)
     return report, f"{len(manifest.shards)} of {blocks} blocks are pruned so far"

@@ -81,7 +81,7 @@ def _shown(value: Any) -> str:
 NAME = "manifest.json"
 WEIGHTS = "weights of the model"
 """The key of a fingerprint in which models with different weights differ."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Fingerprint = dict[str, Any]
 """The facts that determine a run's result, by name: JSON values, or digests of large values."""
@@ -123,18 +123,16 @@ class Manifest:
         about: The content of the report other than layers, and the total number of steps.
         seconds: The wall time of the run so far.
         cpu_seconds: The CPU time of the run so far, in all threads.
-        allocation: The sparsity of blocks and of layers, by name, once they are allocated.
         shards: The entries of the finished blocks, by the number of the step.
-        balance: The checksum of the file of the factors that balance blocks; `None` without them.
+        kept: The checksums of the files of other values that the run keeps, by the names of these.
     """
 
     fingerprint: Fingerprint
     about: dict[str, Any]
     seconds: float
     cpu_seconds: float
-    allocation: dict[str, dict[str, float]]
     shards: dict[int, Entry]
-    balance: str | None = None
+    kept: dict[str, str]
 
     @classmethod
     def new(cls, fingerprint: Fingerprint, about: Mapping[str, Any]) -> "Manifest":
@@ -144,8 +142,8 @@ class Manifest:
             about=plain(about),
             seconds=0.0,
             cpu_seconds=0.0,
-            allocation={},
             shards={},
+            kept={},
         )
 
     def save(self, directory: Path) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from mrp_lightning.calibration.offload import peak_memory
 from mrp_lightning.environment import progress_log
 from mrp_lightning.pruning.job import Job, Listener, Progress
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.report import LayerReport, mean_relative_loss
 
 _BAR_SECONDS = 0.1
 """Seconds between two updates of a bar, since drawing takes time."""
@@ -189,10 +189,16 @@ class PruningProgress(Listener):
     """
 
     def __init__(self, job: Job, reporter: ProgressReporter) -> None:
+        super().__init__()
         self._job, self._reporter = job, reporter
         self._shown = -1
         self._done = self._resumed = 0
         self._pruning_since = self._last_block = reporter.elapsed()
+
+    def started(self, walk: str) -> None:
+        """Start the clock of the first block."""
+        super().started(walk)
+        self._pruning_since = self._last_block = self._reporter.elapsed()
 
     def log(self, text: str) -> None:
         """Log a message, once for all processes."""
@@ -200,12 +206,12 @@ class PruningProgress(Listener):
 
     def progress(self, progress: Progress) -> None:
         """Update the bar when a layer is finished, else at most ten times a second."""
-        if progress.layers == self._shown and not self._reporter.is_due():
+        if self.num_layers == self._shown and not self._reporter.is_due():
             return
-        self._shown = progress.layers
+        self._shown = self.num_layers
         block = f"block {progress.block}/{progress.blocks}"
-        self._reporter.show(progress.layers, f"{block} · {_in_brief(progress.task)}")
-        loss = self._job.report.relative_loss
+        self._reporter.show(self.num_layers, f"{block} · {_in_brief(progress.task)}")
+        loss = mean_relative_loss(self.pruned_rows)
         parts = [block, progress.task, "" if loss is None else f"relative loss {loss:.3g}"]
         self._reporter.log_seldom(" · ".join(filter(None, [*parts, self._left()])))
 
@@ -223,7 +229,7 @@ class PruningProgress(Listener):
         time_left = ", ".join(filter(None, [roughly(now), self._left()]))
         self._reporter.log(f"{block}{loss} · {'from the journal' if resumed else time_left}")
         if rows:
-            self._reporter.show(len(self._job.report.pruned), f"{block} · loss {mean_loss:.2g}")
+            self._reporter.show(len(self.pruned_rows), f"{block} · loss {mean_loss:.2g}")
             metrics = {
                 "prune/relative_loss": mean_loss,
                 "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
@@ -241,7 +247,8 @@ class PruningProgress(Listener):
 
     def _log_layers(self, rows: list[LayerReport]) -> None:
         """Log each layer, with its number among the pruned layers as the step."""
-        for step, row in enumerate(rows, self._job.report.pruned.index(rows[0])):
+        # The rows of this block are the last ones.
+        for step, row in enumerate(rows, len(self.pruned_rows) - len(rows)):
             metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
             measured = {key: value for key, value in metrics.items() if value is not None}
             self._reporter.log_metrics(measured, step)

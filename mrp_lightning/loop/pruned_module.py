@@ -1,6 +1,7 @@
 """Save a pruned or trained LightningModule, and keep a pruned one in memory until it is saved."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -105,6 +106,7 @@ class PrunedModule:
     Args:
         module: The LightningModule.
         report: The report of the run, which this completes.
+        grid: The parameters of layers on the grid of an engine, by the names of layers.
         journal: The journal, which is removed once the model is saved; `None` if there is none.
     """
 
@@ -112,9 +114,10 @@ class PrunedModule:
         self,
         module: LightningModule,
         report: PruningReport,
+        grid: Mapping[str, GridParameters],
         journal: Journal | None,
     ) -> None:
-        self.report = report
+        self.report, self._grid = report, grid
         _sources_of(module)  # before the working directory changes
         self._strong: LightningModule | None = module
         self._seen = ref(module), ref(checkpoint_root(module)[1])
@@ -164,7 +167,7 @@ class PrunedModule:
         try:
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 written = replace(self.report, complete=True)
-                _save_pruned(module, directory, written, overwrite=overwrite)
+                _save_pruned(module, directory, written, self._grid, overwrite=overwrite)
                 self.report.files = written.files
         except (OSError, SafetensorError) as error:
             reason = str(error).removesuffix(".")
@@ -207,6 +210,7 @@ def _save_pruned(
     module: LightningModule,
     directory: str | PathLike[str],
     report: PruningReport,
+    grid: Mapping[str, GridParameters],
     *,
     overwrite: bool,
 ) -> None:
@@ -236,8 +240,8 @@ def _save_pruned(
             # Copies, since safetensors refuses tensors that share memory.
             tensors = {name: x.detach().clone().contiguous() for name, x in extra.items()}
             save_file(tensors, staging / OTHER_WEIGHTS, metadata={"format": "pt"})
-        if grid := _parameters_of_sources(module, report) | report.grid:
-            save_parameters(grid, staging / GRID)
+        if parameters := {**_parameters_of_sources(module, report), **grid}:
+            save_parameters(parameters, staging / GRID)
         _save_report(report, staging)
     if streamed is not None:
         written = output_path(directory)

@@ -1,9 +1,9 @@
 """One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from mrp_lightning.environment import command
+from mrp_lightning.environment import command, versions
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import counted
 from mrp_lightning.journal.journal import Journal, require_free
@@ -83,23 +83,25 @@ def _open_journal(
     save_dir: str | PathLike[str],
     *,
     resume: bool,
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
 ) -> Iterator[Journal]:
     """Start or resume the journal of a job; log the progress if the run fails.
 
     Process 0 writes the journal. With `resume`, an existing journal is resumed, else replaced.
     """
-    report, plan = job.report, job.plan
+    plan = job.plan
     about = {
-        "config": report.config,
-        "provenance": report.provenance,
-        "versions": report.versions,
+        "config": config,
+        "provenance": provenance,
+        "versions": versions(),
         "model_weights": sum(p.numel() for p in module.parameters()),
         "blocks": plan.num_steps,
         "layers": plan.num_layers,
     }
     with Journal.open(
         save_dir,
-        _fingerprint(job, module, trainer),
+        _fingerprint(job, config, module, trainer),
         resume=resume,
         about=about,
         defaults=Settings.defaults(),
@@ -109,9 +111,9 @@ def _open_journal(
         try:
             yield journal
         except BaseException:
-            if not journal.manifest.shards and not journal.manifest.allocation:
+            if not journal.manifest.shards and not journal.manifest.kept:
                 # A journal of changed weights stays: it keeps another run from starting with them.
-                if not report.pruned:
+                if not job.listener.pruned_rows:
                     journal.remove()
             elif job.processes.rank == 0:
                 log.warning(
@@ -124,9 +126,13 @@ def _open_journal(
             raise
 
 
-def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerprint:
+def _fingerprint(
+    job: Job, config: Mapping[str, Any], module: LightningModule, trainer: Trainer
+) -> Fingerprint:
+    """Return the facts that decide the result of a job; `config` is that of its report."""
     tensors = chain(module.named_parameters(), module.named_buffers())
-    settings = {key: value for key, value in job.report.config.items() if key != "base_model"}
+    # The weights decide, not the name under which they were loaded.
+    settings = {key: value for key, value in config.items() if key != "base_model"}
     settings["device"] = trainer.strategy.root_device.type
     settings["model"] = type(checkpoint_root(module)[1]).__name__
     settings["whole blocks in the journal"] = job.streamed is not None
@@ -169,7 +175,7 @@ class Run:
         output: The destination of the result. With `fast_dev_run`, nothing is written.
 
     Attributes:
-        report: The report on each layer, filled while layers are pruned.
+        report: The report of the layers that are pruned, also after an error; empty before.
     """
 
     def __init__(
@@ -270,9 +276,13 @@ class Run:
             ExitStack() as stack,
         ):
             with fail_together(processes):
-                warn_of_data(self._capture.steps, self._plan, processes)
-                self._describe(self._capture.steps, processes, batches)
-                job = self._job(self._capture.steps, processes)
+                steps = self._capture.steps
+                warn_of_data(steps, self._plan, processes)
+                config = self._config(processes, batches)
+                provenance = self._provenance(steps, processes)
+                reporter = ProgressReporter(self.trainer)
+                job = self._job(steps, processes)
+                job = replace(job, listener=PruningProgress(job, reporter))
                 if self._journal_path is not None:
                     opened = _open_journal(
                         job,
@@ -280,20 +290,51 @@ class Run:
                         self.trainer,
                         self._journal_path,
                         resume=self.output.resume,
+                        config=config,
+                        provenance=provenance,
                     )
                     job = replace(job, journal=stack.enter_context(opened))
                 for logger in self.trainer.loggers:
-                    logger.log_hyperparams({"prune": self.report.config})
-                reporter = ProgressReporter(self.trainer)
-                with reporter.bar(job.plan.num_layers, "pruning"):
-                    prune_model(replace(job, listener=PruningProgress(job, reporter)))
-                if job.structure is not None:
-                    self._narrow(job.structure)
+                    logger.log_hyperparams({"prune": config})
+                with (
+                    self._reported(job, config, provenance) as narrowed,
+                    reporter.bar(job.plan.num_layers, "pruning"),
+                ):
+                    prune_model(job)
+                    if job.structure is not None:
+                        narrowed |= self._narrow(job.structure)
                 for name in ("sparsity", "relative_loss"):
                     total = torch.tensor(self.report.totals[name])
                     self.trainer.callback_metrics[f"prune/{name}"] = total
-            outlives = self.output.run_directory is not None
-            yield PrunedModule(self.module, self.report, None if outlives else job.journal)
+            grid = {name: x for result in job.listener.results for name, x in result.grid.items()}
+            journal = job.journal if self.output.run_directory is None else None
+            yield PrunedModule(self.module, self.report, grid, journal)
+
+    @contextmanager
+    def _reported(
+        self, job: Job, config: Mapping[str, Any], provenance: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Make the report of what is pruned in this context, also after an error.
+
+        Yields:
+            The description of a narrower model, empty until one is made.
+        """
+        narrowed: dict[str, Any] = {}
+        model_weights = sum(p.numel() for p in self.module.parameters())
+        try:
+            yield narrowed
+        finally:
+            listener = job.listener
+            walk = {"walk": listener.walk} if listener.walk else {}
+            self.report = PruningReport.of(
+                listener.results,
+                {**config, **walk},
+                **asdict(listener.usage),
+                resumed_blocks=listener.resumed_blocks,
+                provenance=provenance,
+                model_weights=model_weights,
+                narrowed=narrowed,
+            )
 
     def log_result(self) -> None:
         """Log a summary, and warn of layers that already had the pattern."""
@@ -350,15 +391,19 @@ class Run:
         reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
         return f"The model is pruned in memory only ({reason})."
 
-    def _narrow(self, structure: Structure) -> None:
-        """Remove the chosen units from the model, and describe it in configuration and report."""
+    def _narrow(self, structure: Structure) -> dict[str, Any]:
+        """Remove the chosen units from the model and its configuration.
+
+        Returns:
+            The description of the narrower model for the report.
+        """
         config: Any = checkpoint_root(self.module)[1].config
         weights = sum(p.numel() for p in self.module.parameters()) - structure.num_weights
         if (streamed := streamed_blocks(self.module)) is not None:
             streamed.narrowing = StreamedNarrowing(structure, config)
         else:
             narrow(structure, config)
-        self.report.narrowed = {
+        return {
             "structure": structure.kind,
             "units": structure.units,
             "kept": structure.kept,
@@ -378,7 +423,6 @@ class Run:
             device=self.trainer.strategy.root_device,
             streamed=streamed_blocks(self.module),
             processes=processes,
-            report=self.report,
         )
 
     def _forward(self, step: Step) -> Any:
@@ -387,16 +431,24 @@ class Run:
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
-    def _describe(self, steps: list[Step], processes: Processes, batches: int) -> None:
-        """Enter the settings and the origin of the calibration data into the report."""
+    def _config(self, processes: Processes, batches: int) -> dict[str, Any]:
+        """Return the settings of the run, as its report has them."""
         config = self.settings.config() | {"batches": batches}
         config["precision"] = str(self.trainer.precision)
         if processes.size > 1:
             config["processes"] = processes.size
-        if base_model := getattr(checkpoint_root(self.module)[1], "name_or_path", None):
+        if base_model := self._base_model:
             config["base_model"] = base_model
-            if earlier := pruned_before(base_model):
-                self.report.provenance["pruned_before"] = earlier
-        self.report.config.update(config)
+        return config
+
+    def _provenance(self, steps: list[Step], processes: Processes) -> dict[str, Any]:
+        """Return the origin of the calibration data, and how the model was pruned before."""
+        earlier = pruned_before(self._base_model) if self._base_model else []
         data = describe_data(self.trainer, steps, processes)
-        self.report.provenance.update(command=command(), data=data)
+        known = {"pruned_before": earlier} if earlier else {}
+        return {**known, "command": command(), "data": data}
+
+    @property
+    def _base_model(self) -> str | None:
+        """The name or path from which the model was loaded, if it has one."""
+        return getattr(checkpoint_root(self.module)[1], "name_or_path", None) or None

@@ -1,21 +1,19 @@
-"""Allocate a sparsity to each block, with the requested total, by a dry run of the pruning."""
+"""Allocate a sparsity to each block, with the requested total, by trial prunings of each alone."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.offload import Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.block import LayerSolver, WalkedBlock
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Layer
 
@@ -118,41 +116,46 @@ class Change:
     layers: list[Layer]  # the block's layers that are called, and so will be pruned
 
 
-def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str, Change]:
-    """Prune each block alone, compare the model's output, and restore the block's weights.
+class OutputStudy:
+    """Prunes each block of the dense model alone, and compares the model's output.
 
-    Returns the change of each block, by name, without blocks of which no layer is called.
+    Args:
+        job: The job, whose model is dense.
+        walk: A walk over the model, at its start.
+        padding: Separates tokens from padding.
+
+    Raises:
+        TargetError: The model returns no floating-point tensor, or NaN or Inf.
     """
-    settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
-    dry_job = replace(job, settings=settings, report=PruningReport({}))
-    layers = job.plan.layers
-    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
 
-    def progress(task: str) -> None:
-        job.progress(0, f"dry run, {task}")
+    def __init__(self, job: Job, walk: Walk, padding: Padding) -> None:
+        self._output = _OutputChange(job, walk, padding)
+        self._recipe = job.settings.recipe
+        self._changes: dict[str, Change] = {}
 
-    output = _OutputChange(job, walk, padding)
-    changes: dict[str, Change] = {}
-    for k, block in enumerate(walk.blocks[: last + 1]):
-        with pinned(block.module):
-            with _put_back(layers[block.name]):
-                walked = WalkedBlock(dry_job, walk, k, padding, progress, layers[block.name])
-                LayerSolver(settings.recipe).prune(walked)
-                rows = walked.pruned_rows
-                progress(f"{block.name}, the model's output")
-                change = output.of(k) if rows else 0.0
-            if not math.isfinite(change):
-                raise TargetError(
-                    f"`allocation: output`: with {block.name} pruned the output differs by "
-                    f"{change}. Expected a finite number: load the model in bfloat16 or float32, "
-                    "or leave `allocation` out."
-                )
-            for i in walk.advance(k) if k < last else ():
-                progress(f"{block.name}, outputs {i + 1}/{len(walk.batches)}")
-        if rows:
-            names = {row.name for row in rows}
-            changes[block.name] = Change(change, [x for x in layers[block.name] if x.name in names])
-    return changes
+    def visit(self, block: WalkedBlock) -> None:
+        """Measure the change by the pruning of a block, and restore the block's weights."""
+        name = block.name or ""
+        with _put_back(block.layers):
+            results = LayerSolver(self._recipe).prune(block)
+            pruned = {result.name for result in results if result.is_pruned}
+            block.report_progress(f"{name}, the model's output")
+            change = self._output.of(block.k) if pruned else 0.0
+        if not math.isfinite(change):
+            raise TargetError(
+                f"`allocation: output`: with {name} pruned the output differs by {change}. "
+                "Expected a finite number: load the model in bfloat16 or float32, or leave "
+                "`allocation` out."
+            )
+        if pruned:  # a block of which no layer is called takes no part
+            self._changes[name] = Change(change, [x for x in block.layers if x.name in pruned])
+
+    def conclusions(self) -> dict[str, Tensor]:
+        """Return the sparsities of blocks and layers, as `Sparsities.of` reads them."""
+        if not self._changes:
+            return {}
+        blocks = allocate(self._recipe.pattern.sparsity, self._changes)
+        return Sparsities(blocks, patterns_of_layers(blocks, self._changes)).tensors()
 
 
 @contextmanager
@@ -180,6 +183,9 @@ the embedded model at most 0.014 of perplexity.
 """
 
 
+_OF_BLOCK, _OF_LAYER = "sparsity of block ", "sparsity of layer "
+
+
 @dataclass(frozen=True)
 class Sparsities:
     """The sparsities of blocks and the patterns of layers, by name, where they are allocated."""
@@ -187,33 +193,30 @@ class Sparsities:
     blocks: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, Unstructured] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Sparsities":
+        """Return the sparsities among some tensors, by names as in `tensors`."""
+        layers = _numbers(tensors, _OF_LAYER)
+        patterns = {name: Unstructured(sparsity) for name, sparsity in layers.items()}
+        return cls(_numbers(tensors, _OF_BLOCK), patterns)
 
-def find_sparsities(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Sparsities:
-    """Allocate the sparsity of a job by a dry run, or take the allocation from its journal.
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sparsities in float64, which holds every bit of them."""
+        layers = {name: pattern.sparsity for name, pattern in self.layers.items()}
+        named = [(_OF_BLOCK, self.blocks), (_OF_LAYER, layers)]
+        return {
+            prefix + name: torch.tensor(sparsity, dtype=torch.float64)
+            for prefix, sparsities in named
+            for name, sparsity in sparsities.items()
+        }
 
-    Args:
-        job: The job, whose model is still dense.
-        walk: A walk over the model, at its start, for the dry run alone.
-        padding: Separates tokens from padding.
-        pinned: Context that keeps a block on the device.
 
-    Raises:
-        TargetError: The model returns no floating-point tensor, or NaN or Inf.
-    """
-    if job.settings.allocation == "uniform":
-        return Sparsities()
-    if job.journal is not None and (allocation := job.journal.manifest.allocation):
-        patterns = {name: Unstructured(share) for name, share in allocation["layers"].items()}
-        return Sparsities(allocation["blocks"], patterns)
-    changes = _dry_run(job, walk, padding, pinned)
-    if not changes:
-        return Sparsities()
-    blocks = allocate(job.settings.recipe.pattern.sparsity, changes)
-    patterns = patterns_of_layers(blocks, changes)
-    if job.journal is not None:
-        shares = {name: pattern.sparsity for name, pattern in patterns.items()}
-        job.journal.allocate({"blocks": blocks, "layers": shares})
-    return Sparsities(blocks, patterns)
+def _numbers(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix): float(tensor)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]:

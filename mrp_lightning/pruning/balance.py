@@ -24,20 +24,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.offload import Pinned
-from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Inject, Walk, hidden_of
 from mrp_lightning.errors import TargetError, counted
 from mrp_lightning.pruning.block import WalkedBlock
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.targets.blocks import Block, named_modules
 from mrp_lightning.targets.layers import (
@@ -54,6 +51,7 @@ _NORM = 8.0
 _LARGEST = 16.0
 """The largest factor, a power of two, and the inverse of the least one."""
 _ROWS, _ROWS_PLUS_ONE, _COLUMNS = "rows", "rows_plus_one", "columns"
+_FACTOR = "factor of "
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,12 @@ class Balance:
     def __init__(self, factors: Mapping[str, Tensor]) -> None:
         self.factors = dict(factors)
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Balance":
+        """Return the factors among some tensors, by the names of `InputStudy.conclusions`."""
+        pairs = [(name, x) for name, x in tensors.items() if name.startswith(_FACTOR)]
+        return cls({name.removeprefix(_FACTOR): x for name, x in pairs})
+
     def apply(self, block: Block) -> None:
         """Scale the weights of a block, which must be dense, in place."""
         for name, module in named_modules(block.module):
@@ -100,56 +104,45 @@ class Balance:
             _scale(module, {k: self.factors[key] for k, key in keys.items() if key in self.factors})
 
 
-def find_balance(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Balance:
-    """Measure the inputs of the dense model, and return factors for its blocks.
-
-    The factors come from the job's journal if it has them. Nothing is changed.
+class InputStudy:
+    """Measures the inputs of the dense model, and chooses factors for its blocks.
 
     Args:
-        job: The job, whose model is still dense.
-        walk: A walk over the model, at its start, for the measurement alone.
-        padding: Separates tokens from padding.
-        pinned: Context that keeps a block on the device.
-
-    Raises:
-        TargetError: No block has an input that can be balanced.
-        HessianError: The inputs of a layer are not finite.
+        job: The job, whose model is dense.
     """
-    if not job.settings.balance:
-        return Balance({})
-    if job.journal is not None and (stored := job.journal.factors()):
-        return Balance(stored)
-    settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
-    dry_job = replace(job, settings=settings, report=PruningReport({}))
-    shared = _shared_parameters(job.model)
-    known: dict[tuple[object, ...], list[Link]] = {}
-    factors: dict[str, Tensor] = {}
-    layers = job.plan.layers
-    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
 
-    def progress(task: str) -> None:
-        job.progress(0, f"balance, {task}")
+    def __init__(self, job: Job) -> None:
+        self._shared = _shared_parameters(job.model)
+        self._listener = job.listener
+        # The links of earlier blocks by the names and shapes of their parameters.
+        self._known: dict[tuple[object, ...], list[Link]] = {}
+        self._factors: dict[str, Tensor] = {}
 
-    for k, block in enumerate(walk.blocks[: last + 1]):
-        with pinned(block.module):
-            if layers[block.name]:
-                walked = WalkedBlock(dry_job, walk, k, padding, progress, layers[block.name])
-                links = _links(walked, known, shared)
-                factors |= _factors_of_block(walked, links)
-            for i in walk.advance(k) if k < last else ():
-                progress(f"{block.name}, outputs {i + 1}/{len(walk.batches)}")
-    if not factors:
-        raise TargetError(
-            "`balance` found no input in this model that it could scale: it needs a norm whose "
-            "output only linear layers read, or a linear layer that feeds another one in "
-            "proportion. Leave `balance` out, or load the model in bfloat16 or float32 if it is "
-            "in float16."
-        )
-    balanced = sum(name.endswith(f".{_COLUMNS}") for name in factors)
-    job.listener.log(f"Balanced the columns of {counted(balanced, 'layer')}.")
-    if job.journal is not None:
-        job.journal.keep_factors(factors)
-    return Balance(factors)
+    def visit(self, block: WalkedBlock) -> None:
+        """Measure the inputs of a block. Nothing is changed.
+
+        Raises:
+            HessianError: The inputs of a layer are not finite.
+        """
+        links = _links(block, self._known, self._shared)
+        self._factors |= _factors_of_block(block, links)
+
+    def conclusions(self) -> dict[str, Tensor]:
+        """Return the factors, as `Balance.of` reads them.
+
+        Raises:
+            TargetError: No block has an input that can be balanced.
+        """
+        if not self._factors:
+            raise TargetError(
+                "`balance` found no input in this model that it could scale: it needs a norm whose "
+                "output only linear layers read, or a linear layer that feeds another one in "
+                "proportion. Leave `balance` out, or load the model in bfloat16 or float32 if it "
+                "is in float16."
+            )
+        balanced = sum(name.endswith(f".{_COLUMNS}") for name in self._factors)
+        self._listener.log(f"Balanced the columns of {counted(balanced, 'layer')}.")
+        return {f"{_FACTOR}{name}": each for name, each in self._factors.items()}
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:

@@ -102,18 +102,33 @@ class BlockTuner:
             )
 
     def tune(
-        self, k: int, layers: Sequence[Layer], report: BlockReport, progress: Callable[[str], None]
-    ) -> BlockReport:
-        """Tune the pruned layers of block k in place, and return its report with the errors.
+        self,
+        k: int,
+        layers: Sequence[Layer],
+        known: Mapping[str, GridParameters],
+        row: BlockReport,
+        progress: Callable[[str], None],
+    ) -> tuple[BlockReport, dict[str, GridParameters]]:
+        """Tune the pruned layers of block k in place.
 
-        The dense stream has advanced past the block, the walk has not. The errors are `None` if
-        there is nothing to tune.
+        The dense stream has advanced past the block, the walk has not.
+
+        Args:
+            k: The number of the block.
+            layers: The layers.
+            known: The parameters of layers on the grid of an engine, by name.
+            row: The row of the block in the report.
+            progress: Called with the present task, in words.
+
+        Returns:
+            The row with the errors, which are `None` if there is nothing to tune, and the
+            parameters on their grid of the layers whose scales changed.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
         if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
-            return report
-        known, weights = self.job.report.grid, self._weights(layers)
+            return row, {}
+        weights = _KeptWeights(layers) if self.grid is None else _Scales(layers, self.grid, known)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         # Seeded by the block's name, so that a resumed run draws the same order.
@@ -149,20 +164,15 @@ class BlockTuner:
         with torch.no_grad():
             for parameter in weights.parameters:
                 self.processes.like_first_(parameter)
-        for layer, parameters in weights.grid.items():
-            known[layer] = parameters.map(self._of_first)
-        return replace(
-            report,
+        grid = {layer: x.map(self._of_first) for layer, x in weights.grid.items()}
+        tuned = replace(
+            row,
             error_before=untuned,
             error_after=best,
             epoch=best_epoch,
             seconds=time.perf_counter() - start,
         )
-
-    def _weights(self, layers: Sequence[Layer]) -> "_Tuned":
-        if self.grid is None:
-            return _KeptWeights(layers)
-        return _Scales(layers, self.grid, self.job.report.grid)
+        return tuned, grid
 
     def _of_first(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the first process, on the CPU."""

@@ -19,6 +19,7 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.routing import Call, Routing
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
+from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.columns import measured_set
 from mrp_lightning.solver.problem import Quality
@@ -43,7 +44,7 @@ class ExpertRemover(Remover):
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
 
-    def prune(self, block: WalkedBlock) -> None:
+    def prune(self, block: WalkedBlock) -> list[LayerResult]:
         """Remove experts of the block: SM measures sets, wanda and magnitude rank the experts.
 
         wanda ranks experts by Σ ‖w_e O_e‖² over the tokens, magnitude by their weights.
@@ -52,7 +53,7 @@ class ExpertRemover(Remover):
             TargetError: Experts are zero already, or tokens are not routed one by one.
         """
         if not block.layers:
-            return
+            return []
         block.remember(block.layers)
         start, job = time.perf_counter(), block.job
         (layer,) = block.layers
@@ -82,7 +83,7 @@ class ExpertRemover(Remover):
             sparsity=count / units,
             seconds=time.perf_counter() - start,
         )
-        block.add(row)
+        return block.published([LayerResult(row)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The job of a pruning: model, plan, settings, data, processes, journal and report."""
+"""The job of a pruning: model, plan, settings, data, processes, journal and listener."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ from mrp_lightning.journal.journal import Journal
 from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.block_result import BlockResult, LayerResult
+from mrp_lightning.records.report import LayerReport
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 
@@ -30,11 +31,56 @@ class Progress:
     block: int  # the number of the present block, from 1
     blocks: int  # the total number of blocks
     task: str  # the present work, in words
-    layers: int  # the number of finished layers, pruned or skipped
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The time and the memory that a pruning took.
+
+    Attributes:
+        seconds: The wall-clock time, with that of the earlier runs that this one resumed.
+        cpu_seconds: The CPU time of all threads, likewise; `None` before the end.
+        peak_rss: The most memory of this machine, in bytes, that the process held; `None` where
+            that is not known.
+    """
+
+    seconds: float = 0.0
+    cpu_seconds: float | None = None
+    peak_rss: int | None = None
 
 
 class Listener:
-    """Receives the progress of a pruning. This base class only logs messages."""
+    """Receives the results of a pruning, as they are made, and its progress.
+
+    Results flow one way: the report is made of those that the listener has, and nothing that prunes
+    reads them back. This base class collects results and logs messages.
+
+    Attributes:
+        walk: The name of the walk; `None` before it is chosen.
+        usage: The time and the memory of the pruning, once it has ended, also by an error.
+        resumed_blocks: The number of blocks that were restored from the journal.
+        num_layers: The number of layers that are finished, pruned or left dense.
+    """
+
+    def __init__(self) -> None:
+        self.walk: str | None = None
+        self.usage = Usage()
+        self.resumed_blocks = self.num_layers = 0
+        self._finished: list[BlockResult] = []
+        # Those of the present block, by name: a layer is replaced when it is put on a grid.
+        self._present: dict[str, LayerResult] = {}
+
+    @property
+    def results(self) -> list[BlockResult]:
+        """The results so far. The last is that of an unfinished block, if one is interrupted."""
+        present = tuple(self._present.values())
+        unfinished = [BlockResult(present[0].row.block or "", present)] if present else []
+        return [*self._finished, *unfinished]
+
+    @property
+    def pruned_rows(self) -> list[LayerReport]:
+        """The rows of the layers that are pruned so far."""
+        return [row for result in self.results for row in result.pruned_rows]
 
     def log(self, text: str) -> None:
         """Log a message for the user; called seldom."""
@@ -43,18 +89,40 @@ class Listener:
     def progress(self, progress: Progress) -> None:
         """Receive the state of the pruning; called often."""
 
+    def started(self, walk: str) -> None:
+        """Receive the name of the walk."""
+        self.walk = self.walk or walk
+
+    def layer(self, result: LayerResult) -> None:
+        """Receive the result of a layer, as soon as its weight is written."""
+        self.num_layers += result.name not in self._present
+        self._present[result.name] = result
+
+    def block(self, result: BlockResult, *, resumed: bool = False) -> None:
+        """Receive the result of a block, which replaces those of its layers.
+
+        A block is `resumed` if it was restored from the journal.
+        """
+        self.num_layers += len(result.layers) * resumed
+        self.resumed_blocks += resumed
+        self._present.clear()
+        self._finished.append(result)
+
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
-        """Receive the rows of a block that is finished.
+        """Receive the rows of a block whose outputs are computed, too.
 
         Blocks are numbered from 0; the layers outside of the blocks follow as one more block, and
-        the head, if it is quantised, as the last. A block is `resumed` if it was restored from the
-        journal.
+        the head, if it is quantised, as the last.
         """
+
+    def ended(self, usage: Usage) -> None:
+        """Receive the time and the memory of the pruning, at its end, also by an error."""
+        self.usage = usage
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """One pruning: model, settings, data, processes, journal, report.
+    """One pruning: model, settings, data, processes, journal, listener.
 
     Attributes:
         model: The module whose forward `forward` runs. It is pruned in place.
@@ -69,8 +137,7 @@ class Job:
             end with the same weights.
         journal: The journal, which records finished blocks and restores them bit by bit; `None` for
             none.
-        report: The report, which is filled while layers are pruned.
-        listener: Receives the progress.
+        listener: Receives the results and the progress.
     """
 
     model: nn.Module
@@ -83,7 +150,6 @@ class Job:
     streamed: "StreamedBlocks | None" = None
     processes: Processes = ALONE
     journal: Journal | None = None
-    report: PruningReport = field(default_factory=lambda: PruningReport({}))
     listener: Listener = field(default_factory=Listener)
 
     @property
@@ -104,5 +170,4 @@ class Job:
 
     def progress(self, step: int, task: str) -> None:
         """Report the present task of a step, from 0, to the listener."""
-        done = len(self.report.layers) - len(self.plan.skipped)
-        self.listener.progress(Progress(step + 1, self.steps, task, done))
+        self.listener.progress(Progress(step + 1, self.steps, task))

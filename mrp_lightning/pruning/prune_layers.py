@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrp_ground.grid import GridParameters
 from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
 from mrp_lightning.solver.hessian import InputHessian
@@ -51,24 +52,17 @@ class Calibrated:
     aim: Aim | None = None  # None without `target: dense`
 
 
-Pruned = tuple[list[LayerReport], dict[str, GridParameters]]
-"""Rows of the report, and the parameters of layers on the grid of an engine by their names."""
-
-
 def prune_layers(
     layers: Sequence[Layer],
     calibrated: Calibrated,
     recipes: Sequence[Recipe],
     progress: Callable[[Layer, str], None] = lambda _, __: None,
     processes: Processes = ALONE,
-) -> Pruned:
+) -> list[LayerResult]:
     """Prune layers that share an input in place.
 
     Each weight is written in one copy at the end. All processes, which share the rows, must call
     this. `progress` is called with a layer and the progress of its long solution, in words.
-
-    Returns:
-        The rows of the layers in the report, and their parameters on the grid of an engine.
 
     Raises:
         HessianError: The Hessian is unusable.
@@ -91,7 +85,7 @@ def prune_layers(
             target = None if aim is None else aim.target(share, inputs, recipe)
             tasks.append(LayerTask(weight, recipe, target, partial(progress, layer)))
         solutions = prune_together(tasks, inputs, processes=processes)
-    rows = []
+    results = []
     for layer, task, share, mask, holds, solution in zip(
         layers, tasks, shares, zeros, already, solutions, strict=True
     ):
@@ -114,24 +108,20 @@ def prune_layers(
             own_target=None if aim is None else aim.own,
             **_part(used, task.weight, weights),
         )
-        rows.append(row)
+        results.append(_result(row, task.recipe, solution.grid_parameters))
+    # Written last, when nothing can fail any more: after an error all layers are as they were.
     for layer, solution in zip(layers, solutions, strict=True):
         layer.write_(solution.weight)
-    parameters = [solution.grid_parameters for solution in solutions]
-    return rows, _by_name(layers, recipes[0], parameters)
+    return results
 
 
-def _by_name(
-    layers: Sequence[Layer], recipe: Recipe, parameters: Sequence[GridParameters | None]
-) -> dict[str, GridParameters]:
-    """Return parameters by the names of layers; none for grids whose values give them back.
+def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None) -> LayerResult:
+    """Return the result of a layer, without parameters of grids whose values give them back.
 
     Products of the grids of `bits` are exact in bfloat16, those of engines' types are not.
     """
-    if recipe.grid is None or recipe.grid.name is None:
-        return {}
-    pairs = zip(layers, parameters, strict=True)
-    return {layer.name: of_layer for layer, of_layer in pairs if of_layer is not None}
+    is_named = recipe.grid is not None and recipe.grid.name is not None
+    return LayerResult(row, parameters if is_named else None)
 
 
 def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
@@ -144,25 +134,28 @@ def put_layers_on_grid(
     layers: Sequence[Layer],
     inputs: InputHessian,
     recipe: Recipe,
-    rows: Sequence[LayerReport],
+    pruned: Sequence[LayerResult],
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
-) -> Pruned:
+) -> list[LayerResult]:
     """Quantise pruned and tuned layers that share an input, in place.
 
-    `inputs` is the Hessian with which the layers were pruned, and `rows` their rows of the report.
-    Returns the rows with the loss of quantisation added, and the layers' parameters.
+    `inputs` is the Hessian with which the layers were pruned, and `pruned` are their results then.
+    Returns the results with the loss of quantisation added, and the layers' parameters.
     """
     assert recipe.grid is not None
     weights = [layer.weight.contiguous() for layer in layers]
     with measured(weights[0].device) as used:
         quantised = put_on_grid(weights, inputs, recipe, progress, processes=processes)
-    replaced = []
-    for layer, row, dense, (weight, _, lost) in zip(layers, rows, weights, quantised, strict=True):
+    results = []
+    for layer, earlier, dense, (weight, parameters, lost) in zip(
+        layers, pruned, weights, quantised, strict=True
+    ):
         layer.write_(weight)
         seconds = _part(used, dense, weights)["seconds"]
-        replaced.append(row.on_grid(lost, recipe.grid.bits, seconds))
-    return replaced, _by_name(layers, recipe, [parameters for _, parameters, _ in quantised])
+        row = earlier.row.on_grid(lost, recipe.grid.bits, seconds)
+        results.append(_result(row, recipe, parameters))
+    return results
 
 
 def quantise_head(
@@ -171,8 +164,8 @@ def quantise_head(
     recipe: Recipe,
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
-) -> Pruned:
-    """Quantise the output head in place, and return its row of the report and its parameters.
+) -> LayerResult:
+    """Quantise the output head in place.
 
     A vocabulary has so many rows that float32 copies of all of them would take more memory than any
     layer of a block. Rows of a quantisation are independent, so some are solved at a time; the
@@ -209,7 +202,7 @@ def quantise_head(
         own_target=None if calibrated.aim is None else calibrated.aim.own,
         **used,
     )
-    return [row], _by_name([layer], recipe, [GridParameters.concatenated(parts)])
+    return _result(row, recipe, GridParameters.concatenated(parts))
 
 
 def _fraction(selected: Tensor) -> float:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,30 +29,36 @@ from mrp_lightning.calibration.walks import (
     hidden_of,
 )
 from mrp_lightning.errors import TargetError
-from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure
-from mrp_lightning.pruning.allocation import Sparsities, find_sparsities
-from mrp_lightning.pruning.balance import Balance, find_balance
-from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, UnitRemover, WalkedBlock
+from mrp_lightning.pruning.allocation import Sparsities
+from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.experts import ExpertRemover
-from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import BlockReport
+from mrp_lightning.pruning.job import Job, Usage
+from mrp_lightning.pruning.survey import survey
+from mrp_lightning.pruning.units import UnitRemover
+from mrp_lightning.records.block_result import BlockResult, LayerResult
+from mrp_lightning.records.report import BlockReport, LayerReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
+from mrp_lightning.targets.plan import Plan
 from mrp_lightning.targets.values import refuse_not_finite
 
 log = logging.getLogger(__name__)
 
 
-def prune_model(job: Job) -> None:
-    """Prune the layers of a model, one block after another, and fill the report of the job.
+def prune_model(job: Job) -> list[BlockResult]:
+    """Prune the layers of a model in place, one block after another.
 
-    Each layer is written in one copy, then reported: after an exception the report lists the pruned
-    layers, and all others are unchanged.
+    Each layer is written in one copy, then its result goes to the listener of the job: after an
+    exception the listener has the results of the pruned layers, and all others are unchanged.
+
+    Returns:
+        The results in the order in which they were made, without weights, which the model holds.
+        The first is that of the layers that the plan leaves dense.
 
     Raises:
         TargetError: The blocks are not called in one order, no layer could be pruned, or
@@ -60,44 +67,68 @@ def prune_model(job: Job) -> None:
         OutOfMemoryError: There is not enough memory.
         SaveError: The journal cannot be written.
     """
-    report, offloads = job.report, job.settings.offload
+    offloads, padding = job.settings.offload, Padding(job.model)
+    moves = offloads and job.streamed is None
+    offload = Offload([b.module for b in job.plan.blocks] if moves else [], job.device)
+    pinned = (job.streamed or offload).pinned
+    with (
+        _used_by(job),
+        explained_out_of_memory(job.device, offload=offloads),
+        padding.watch(),
+        offload.active(),
+        torch.no_grad(),
+        rerouted(job.plan),
+    ):
+        results = [_left_dense(job.plan)]
+        job.listener.block(results[0])
+        steps = _Steps(job, padding, pinned)
+        # Blocks come first, in the order of their calls: each is calibrated on the outputs of the
+        # pruned ones before it, and what is outside of them on those of all.
+        for k, block in enumerate(steps.start()):
+            with pinned(block.module):
+                results.append(steps.prune_block(k))
+        if job.plan.outside:
+            results.append(steps.prune_outside())
+        if job.plan.head is not None:
+            results.append(steps.prune_head(job.plan.head))
+        if not any(result.pruned_rows for result in results):
+            rows = [row for result in results for row in result.rows]
+            reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in rows)
+            raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
+        _warn_of_unmatched(job.processes.all(padding.unmatched))
+    return results
+
+
+def _left_dense(plan: Plan) -> BlockResult:
+    """Return the results of the layers that the plan leaves dense."""
+    rows = [
+        LayerReport.left_dense(x.name, x.shape, x.reason, plan.block_of(x.name))
+        for x in plan.skipped
+    ]
+    return BlockResult("", tuple(map(LayerResult, rows)))
+
+
+@contextmanager
+def _used_by(job: Job) -> Iterator[None]:
+    """Measure the time and the memory of this context, also after an error, for the listener."""
     start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
     if job.journal is not None:
         start -= job.journal.manifest.seconds
         cpu_start -= job.journal.manifest.cpu_seconds
-    report.model_weights = sum(p.numel() for p in job.model.parameters())
-    padding = Padding(job.model)
-    moves = offloads and job.streamed is None
-    offload = Offload([b.module for b in job.plan.blocks] if moves else [], job.device)
     try:
-        with (
-            explained_out_of_memory(job.device, offload=offloads),
-            padding.watch(),
-            offload.active(),
-            torch.no_grad(),
-            rerouted(job.plan),
-        ):
-            for skipped in job.plan.skipped:
-                report.skip(
-                    skipped.name, skipped.shape, skipped.reason, job.plan.block_of(skipped.name)
-                )
-            walker = _Walker(job, padding, (job.streamed or offload).pinned)
-            walker.prune_blocks()
-            walker.prune_outside()
-            walker.prune_head()
-        if not report.pruned:
-            reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in report.layers)
-            raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
-        _warn_of_unmatched(job.processes.all(padding.unmatched))
+        yield
     finally:
-        report.seconds = time.perf_counter() - start
-        report.cpu_seconds = time.process_time() - cpu_start
         peak = peak_rss()
-        report.peak_rss = peak if peak != peak_before else None
+        # The process's peak says nothing of this context if it had held as much before.
+        of_context = peak if peak != peak_before else None
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        job.listener.ended(Usage(seconds, cpu_seconds, of_context))
 
 
-class _Walker:
-    """Walks the model of a job and prunes its layers, in the order of their calls.
+class _Steps:
+    """The steps of a pruning: the blocks, the layers outside of them, and the head.
+
+    Each is restored from the journal, or pruned, tuned and stored in it.
 
     Args:
         job: The job.
@@ -106,94 +137,154 @@ class _Walker:
     """
 
     def __init__(self, job: Job, padding: Padding, pinned: Pinned) -> None:
-        self.job, self.report, self.padding, self.pinned = job, job.report, padding, pinned
-        # The walk over the blocks, and the number of blocks that it walked.
-        self._walked: tuple[Walk, int] | None = None
+        self.job, self.padding, self.pinned = job, padding, pinned
+        self.walk: Walk | None = None
+        self.with_layers: list[int] = []  # the numbers of the blocks that have layers to prune
 
-    def prune_blocks(self) -> None:
-        """Prune the blocks one after another, up to the last one that has layers to prune."""
+    def start(self) -> Sequence[Block]:
+        """Choose the walk over the blocks, and survey the dense model.
+
+        Returns:
+            The blocks up to the last one that has layers to prune, in the order of their calls.
+        """
         job = self.job
         if not job.plan.blocks:
             job.settings.require_blocks()
-            return
-        walk = choose_walk(
+            return []
+        self.walk = walk = choose_walk(
             self._forward,
             job.batches,
             job.plan.blocks,
             store=CPU if job.settings.offload else None,
             processes=job.processes,
         )
-        self.report.config["walk"] = walk.name
-        dense = self._dense_stream(walk)
-        tuner = self._tuner(walk, dense)
-        sparsities = find_sparsities(job, walk.twin(), self.padding, self.pinned)
-        balance = find_balance(job, walk.twin(), self.padding, self.pinned)
-        steps = _BlockSteps(self, walk, dense, tuner, sparsities, balance)
-        for k, block in enumerate(walk.blocks[: steps.last + 1]):
-            with self.pinned(block.module):
-                steps.run(k)
-        self._walked = walk, steps.last + 1
+        job.listener.started(walk.name)
+        # Checked before the survey, which takes long.
+        self.dense = self._dense_stream(walk)
+        self.tuner = self._tuner(walk, self.dense)
+        self.survey = survey(job, walk.twin(), self.padding, self.pinned)
+        self.trial = None if job.structure is None else BlockTrial(job.structure)
+        self.remover = _remover(job.structure, job.settings.recipe, self.survey.sparsities)
+        layers = job.plan.layers
+        self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
+        return walk.blocks[: self._num_blocks]
 
-    def prune_outside(self) -> None:
+    @property
+    def _num_blocks(self) -> int:
+        """The number of blocks up to the last one that has layers to prune."""
+        return max(self.with_layers, default=-1) + 1
+
+    def prune_block(self, k: int) -> BlockResult:
+        """Finish block k, and compute the inputs of the next one."""
+        assert self.walk is not None
+        job, name = self.job, self.walk.blocks[k].name
+        block = self._block(
+            k, self.walk, k, job.plan.layers[name], job.tuned_with(name), self.dense
+        )
+        # 1. The norms are balanced first: the dense weights that are remembered belong to them as
+        #    they are from now on.
+        self.survey.balance.apply(self.walk.blocks[k])
+        block.remember(block.tuned)
+        # 2. The weights change: as the journal has them, or by pruning.
+        restored = self._restored(k, block)
+        layers: list[LayerResult] = []
+        if restored is None:
+            self._check(block)
+            layers = self.remover.prune(block)
+            self._require_all(block, layers)
+        # 3. The dense stream passes the block, while its dense weights are remembered: its outputs
+        #    are the dense inputs of the next block, and the target of this block's tuning.
+        is_followed = self._is_followed(k, resumed=restored is not None)
+        if self.dense is not None and (is_followed or (self.tuner and restored is None)):
+            for i in self.dense.advance(k):
+                block.report_progress(f"{name}, dense outputs {i + 1}/{len(job.batches)}")
+        # 4. The weights change for the last time, and are stored. Only then may the walk pass the
+        #    block, since the next one is calibrated on its outputs.
+        result = restored or self._kept(k, block, self._tuned(block, layers))
+        if is_followed:
+            for i in self.walk.advance(k):
+                block.report_progress(f"{name}, outputs {i + 1}/{len(job.batches)}")
+        job.listener.finished(k, result.pruned_rows, resumed=restored is not None)
+        return result
+
+    def prune_outside(self) -> BlockResult:
         """Prune the layers outside of the blocks, in one pass over the whole model."""
-        if layers := self.job.plan.outside:
-            solver = LayerSolver(self.job.settings.recipe)
-            self._prune(len(self.job.plan.blocks), self._whole_model(), layers, solver)
+        solver, step = LayerSolver(self.job.settings.recipe), len(self.job.plan.blocks)
+        return self._prune(step, self._whole_model(), self.job.plan.outside, solver)
 
-    def prune_head(self) -> None:
+    def prune_head(self, head: Layer) -> BlockResult:
         """Quantise the output head by the Hessian of its inputs in the pruned model."""
-        job, head = self.job, self.job.plan.head
-        if head is None:
-            return
+        job = self.job
         # The layers outside of the blocks, which changed after them, may feed the blocks.
-        if self._walked is None or job.plan.outside:
-            self._walked = self._whole_model(), 0
-        walk = ToHead(*self._walked, head.module)
-        self._prune(job.steps - 1, walk, [head], HeadSolver(job.settings.recipe.for_head))
+        if self.walk is None or job.plan.outside:
+            to_head = ToHead(self._whole_model(), 0, head.module)
+        else:
+            to_head = ToHead(self.walk, self._num_blocks, head.module)
+        solver = HeadSolver(job.settings.recipe.for_head)
+        return self._prune(job.steps - 1, to_head, [head], solver)
+
+    def _prune(self, step: int, walk: Walk, layers: list[Layer], solver: Remover) -> BlockResult:
+        """Restore layers outside of the blocks from the journal, or prune and store them."""
+        block = self._block(step, walk, 0, layers)
+        restored = self._restored(step, block)
+        result = restored or self._kept(
+            step, block, BlockResult(block.name or "", tuple(solver.prune(block)))
+        )
+        self.job.listener.finished(step, result.pruned_rows, resumed=restored is not None)
+        return result
+
+    def _block(
+        self,
+        step: int,
+        walk: Walk,
+        k: int,
+        layers: list[Layer],
+        tuned: Sequence[Layer] = (),
+        dense: DenseStream | None = None,
+    ) -> WalkedBlock:
+        job = self.job
+        return WalkedBlock(
+            job,
+            walk,
+            k,
+            self.padding,
+            partial(job.progress, step),
+            layers,
+            tuned,
+            dense,
+            job.listener.layer,
+        )
 
     def _whole_model(self) -> WholeModel:
         walk = WholeModel(self._forward, self.job.batches, [Block("", self.job.model, "")])
-        self.report.config.setdefault("walk", walk.name)
+        self.job.listener.started(walk.name)
         return walk
-
-    def _prune(self, step: int, walk: Walk, layers: list[Layer], solver: Remover) -> None:
-        """Restore layers outside of the blocks from the journal, or prune and record them."""
-        job = self.job
-        block = WalkedBlock(job, walk, 0, self.padding, partial(job.progress, step), layers)
-        resumed = self.restore(step, block)
-        if not resumed:
-            solver.prune(block)
-            self.record(step, block, None)
-        job.listener.finished(step, block.pruned_rows, resumed=resumed)
 
     def _forward(self, item: Any) -> Any:
         """Read the mask of a batch, then run the model on it."""
         self.padding.start_batch(self.job.batch_of(item))
         return self.job.forward(item)
 
-    def restore(self, step: int, block: WalkedBlock) -> bool:
-        """Restore the results of a step from the journal; return False if it has none."""
+    def _restored(self, step: int, block: WalkedBlock) -> BlockResult | None:
+        """Restore the result of a step from the journal; `None` if the journal has none."""
         if self.job.journal is None:
-            return False
-        record = self.job.journal.restore(
+            return None
+        stored = self.job.journal.restore(
             step, block.layers, lambda layer: block.remember([layer]), block.tuned
         )
-        if record is None:
-            return False
-        self.report.extend(record.rows, record.block)
-        self.report.grid |= record.grid
-        self.report.resumed_blocks += 1
-        return True
+        if stored is None:
+            return None
+        result = replace(stored, weights={})
+        self.job.listener.block(result, resumed=True)
+        return result
 
-    def record(self, step: int, block: WalkedBlock, row: BlockReport | None) -> None:
-        """Enter the results of a step into the report and the journal."""
-        self.report.add_block(row)
+    def _kept(self, step: int, block: WalkedBlock, result: BlockResult) -> BlockResult:
+        """Pass the result of a step on to the listener, and store it in the journal."""
+        self.job.listener.block(result)
         if self.job.journal is not None and block.layers:
-            rows = self.report.rows_since(block.first_row)
-            record = BlockRecord.of(block.name or "", block.layers, rows, row, block.tuned)
-            grid = self.report.grid
-            grid = {row.name: grid[row.name] for row in rows if row.name in grid}
-            self.job.journal.write(step, replace(record, grid=grid))
+            weights = result.with_weights_of(block.layers, block.tuned)
+            self.job.journal.write(step, weights)
+        return result
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
         settings = self.job.settings
@@ -215,81 +306,24 @@ class _Walker:
             tuner.check()
         return tuner
 
-
-class _BlockSteps:
-    """The steps over the blocks: each is restored from the journal, or pruned, tuned and recorded.
-
-    Args:
-        walker: Holds the job, and restores and records steps.
-        walk: Runs the blocks on the outputs of the pruned blocks before them.
-        dense: The dense model's hidden states; `None` if neither target nor tuning needs them.
-        tuner: Tunes a pruned block towards the dense outputs; `None` without `tuning`.
-        sparsities: The allocated sparsities of blocks, empty without `allocation`.
-        balance: The factors of blocks, empty without `balance`.
-
-    Attributes:
-        last: The number of the last block that has layers to prune; −1 if none has.
-    """
-
-    def __init__(
-        self,
-        walker: _Walker,
-        walk: Walk,
-        dense: DenseStream | None,
-        tuner: BlockTuner | None,
-        sparsities: Sparsities,
-        balance: Balance,
-    ) -> None:
-        self.walker, self.walk, self.job = walker, walk, walker.job
-        self.dense, self.tuner, self.sparsities = dense, tuner, sparsities
-        self.balance = balance
-        layers, structure = self.job.plan.layers, self.job.structure
-        self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
-        self.last = max(self.with_layers, default=-1)
-        self.trial = None if structure is None else BlockTrial(structure)
-        self.remover = _remover(structure, self.job.settings.recipe, sparsities)
-
-    def run(self, k: int) -> None:
-        """Finish block k, and compute the inputs of the next one."""
-        job, walker, name = self.job, self.walker, self.walk.blocks[k].name
-        block = WalkedBlock(
-            job,
-            self.walk,
-            k,
-            walker.padding,
-            partial(job.progress, k),
-            job.plan.layers[name],
-            job.tuned_with(name),
-            self.dense,
-        )
-        # First: the dense weights that are remembered belong to the norms as they are from now on.
-        self.balance.apply(self.walk.blocks[k])
-        block.remember(block.tuned)
-        resumed = walker.restore(k, block)
-        if not resumed:
-            self._check(block)
-            self.remover.prune(block)
-            _require_all(block)
-        is_followed = self._is_followed(k, resumed=resumed)
-        # The dense outputs are the dense inputs of the next block, and the target of this block's
-        # tuning.
-        if self.dense is not None and (is_followed or (self.tuner and not resumed)):
-            for i in self.dense.advance(k):
-                block.report_progress(f"{name}, dense outputs {i + 1}/{len(job.batches)}")
-        if not resumed:
-            walker.record(k, block, self._tune(block))
-        if is_followed:
-            for i in self.walk.advance(k):
-                block.report_progress(f"{name}, outputs {i + 1}/{len(job.batches)}")
-        job.listener.finished(k, block.pruned_rows, resumed=resumed)
-
     def _check(self, block: WalkedBlock) -> None:
         """Raise, before a block is changed, if its weights or its units cannot be pruned."""
-        job, in_walk = self.job, self.walk.blocks[block.k]
+        job, in_walk = self.job, block.walk.blocks[block.k]
         if job.streamed is not None:  # the plan could not check weights that were in files
             refuse_not_finite(block.layers, block.module.named_parameters(prefix=in_walk.name))
         if self.trial is not None and job.batches:
-            self.trial.check(in_walk, partial(_hidden, self.walk, block.k))
+            self.trial.check(in_walk, partial(_hidden, block.walk, block.k))
+
+    def _require_all(self, block: WalkedBlock, results: Sequence[LayerResult]) -> None:
+        """Raise if units of a block could not be removed: it would be wider than the others."""
+        structure, names = self.job.structure, {layer.name for layer in block.layers}
+        dense = [x.row for x in results if x.name in names and not x.is_pruned]
+        if structure is not None and dense:
+            reasons = [f"{row.name} ({row.skipped})" for row in dense]
+            raise TargetError(
+                f"`structure` needs the same number of {structure.kind} in every block, and "
+                f"in {block.name} none could be removed: {', '.join(reasons)}."
+            )
 
     def _is_followed(self, k: int, *, resumed: bool) -> bool:
         """Return whether a later block, or the head, needs the outputs of block k.
@@ -303,17 +337,18 @@ class _BlockSteps:
             later.append(self.job.steps - 1)
         return any(j not in journal for j in later) if resumed else bool(later)
 
-    def _tune(self, block: WalkedBlock) -> BlockReport | None:
-        """Tune a block, quantise the layers that waited, and return the block's row, if any."""
-        name = self.walk.blocks[block.k].name
-        row = BlockReport(name=name, sparsity=self.sparsities.blocks.get(name))
+    def _tuned(self, block: WalkedBlock, layers: Sequence[LayerResult]) -> BlockResult:
+        """Tune a pruned block, quantise the layers that waited, and return the block's result."""
+        name = block.name or ""
+        shares = self.survey.sparsities.blocks
+        row = BlockReport(name=name, sparsity=shares.get(name))
+        pruned = BlockResult(name, tuple(layers), row if shares else None)
         if self.tuner is None:
-            return row if self.sparsities.blocks else None
-        names = {row.name for row in block.pruned_rows}
-        weights = [*(layer for layer in block.layers if layer.name in names), *block.tuned]
-        row = self.tuner.tune(block.k, weights, row, block.report_progress)
-        self.remover.put_on_grid(block)
-        return row
+            return pruned
+        changed = [*pruned.pruned(block.layers), *block.tuned]
+        row, grid = self.tuner.tune(block.k, changed, pruned.grid, row, block.report_progress)
+        results = self.remover.put_on_grid(block, pruned.with_grid(grid).layers)
+        return BlockResult(name, tuple(results), row)
 
 
 def _remover(structure: Structure | None, recipe: Recipe, sparsities: Sparsities) -> Remover:
@@ -329,20 +364,6 @@ def _hidden(walk: Walk, k: int) -> Tensor | None:
     """Return the output of block k for the first batch, `None` if the batch does not reach it."""
     output = walk.output(k, 0)
     return None if output is None else hidden_of(output)
-
-
-def _require_all(block: WalkedBlock) -> None:
-    """Raise if layers of a block could not be pruned, so that it would be wider than the others."""
-    job = block.job
-    missing = {layer.name for layer in block.layers} - {row.name for row in block.pruned_rows}
-    if job.structure is not None and missing:
-        reasons = [
-            f"{row.name} ({row.skipped})" for row in job.report.layers if row.name in missing
-        ]
-        raise TargetError(
-            f"`structure` needs the same number of {job.structure.kind} in every block, and "
-            f"in {block.name} none could be removed: {', '.join(reasons)}."
-        )
 
 
 def _warn_of_unmatched(of_processes: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:

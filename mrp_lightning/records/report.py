@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.files import save_ours
@@ -17,6 +16,7 @@ from mrp_lightning.solver.recipe import LayerSettings, Recipe
 from mrp_lightning.targets.blocks import listed
 
 if TYPE_CHECKING:
+    from mrp_lightning.records.block_result import BlockResult
     from mrp_lightning.solver.problem import Quality
 
 
@@ -271,8 +271,6 @@ class PruningReport:
             that before the removal.
         resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
             outside the blocks count as one block; `seconds` includes that run.
-        grid: The parameters of layers on the grid of an engine, by their names. They are written
-            in a file of their own, see `grid_file`, and are empty in a report that was read.
     """
 
     config: dict[str, Any]
@@ -289,59 +287,39 @@ class PruningReport:
     model_weights: int | None = None
     resumed_blocks: int = 0
     narrowed: dict[str, Any] = field(default_factory=dict)
-    grid: dict[str, GridParameters] = field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Return a table of the layers, for a terminal."""
         return listing(self.layers, self.totals)
 
-    def skip(
-        self, name: str, shape: tuple[int, ...], reason: str, block: str | None = None
-    ) -> None:
-        """Add a layer that stays dense, with the reason and the name of its block."""
-        self.layers.append(LayerReport.left_dense(name, shape, reason, block))
+    @classmethod
+    def of(
+        cls, results: Iterable["BlockResult"], config: Mapping[str, Any], **others: Any
+    ) -> "PruningReport":
+        """Return the report of blocks, in the order in which they were pruned.
 
-    def add(self, row: LayerReport) -> None:
-        """Add a layer that is pruned."""
-        log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
-        self.layers.append(row)
-
-    def extend(self, rows: Iterable[LayerReport], block: BlockReport | None = None) -> None:
-        """Append the rows of a finished block, and the row of the block as a whole if it has one.
-
-        Nothing is logged: the rows come from the journal of an interrupted run.
+        Args:
+            results: The results of the blocks, also of an interrupted run.
+            config: The arguments of the run.
+            others: Other attributes of the report, by name.
         """
-        self.layers.extend(rows)
-        self.add_block(block)
-
-    def add_block(self, row: BlockReport | None) -> None:
-        """Add the row of a block as a whole, `None` for a block that has none."""
-        if row is not None:
-            self.blocks.append(row)
-
-    def replace(self, rows: Iterable[LayerReport]) -> None:
-        """Replace the rows of the same layers."""
-        by_name = {row.name: row for row in rows}
-        self.layers = [by_name.get(row.name, row) for row in self.layers]
+        blocks = list(results)
+        return cls(
+            config=dict(config),
+            layers=[row for block in blocks for row in block.rows],
+            blocks=[block.row for block in blocks if block.row is not None],
+            **others,
+        )
 
     @property
     def pruned(self) -> list[LayerReport]:
         """Return the layers that are pruned."""
-        return self.pruned_since(0)
-
-    def rows_since(self, first: int) -> list[LayerReport]:
-        """Return the rows from index `first` on, of pruned and of skipped layers."""
-        return self.layers[first:]
-
-    def pruned_since(self, first: int) -> list[LayerReport]:
-        """Return the rows of pruned layers from index `first` on."""
-        return [row for row in self.rows_since(first) if row.skipped is None]
+        return [row for row in self.layers if row.skipped is None]
 
     @property
     def relative_loss(self) -> float | None:
         """Return the mean of `relative_loss` over the pruned layers, `None` if there are none."""
-        losses = [row.relative_loss for row in self.pruned if row.relative_loss is not None]
-        return sum(losses) / len(losses) if losses else None
+        return mean_relative_loss(self.pruned)
 
     @property
     def losses(self) -> tuple[float, float]:
@@ -458,6 +436,12 @@ class PruningReport:
             resumed_blocks=totals.resumed_blocks,
             narrowed=stored.narrowed,
         )
+
+
+def mean_relative_loss(rows: Iterable[LayerReport]) -> float | None:
+    """Return the mean of `relative_loss` over the rows that have one, `None` if none has."""
+    losses = [row.relative_loss for row in rows if row.relative_loss is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:

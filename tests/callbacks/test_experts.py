@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from families import batches, build
+from slow_pruning import report_of
 from thread_processes import together
 from tiny_configs import FAMILIES
 from torch.utils.data import DataLoader
@@ -322,7 +323,7 @@ def test_processes_remove_the_same(monkeypatch):
         )
         prune_model(job)
         narrow(plan.structure, model.config)
-        return model.state_dict(), job.report
+        return model.state_dict(), report_of(job)
 
     models = [wider(monkeypatch, "mixtral", 5) for _ in range(4)]
     found = together(3, lambda p: prune(models[p.rank], inputs[p.rank :: 3], p))

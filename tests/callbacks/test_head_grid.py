@@ -169,10 +169,10 @@ def test_rows_in_parts_and_in_processes_get_the_weights_that_all_get_at_once(mon
         options = {} if processes is None else {"processes": processes}
         calibrated = Calibrated(InputHessian(hessian), tokens=300)
         layer = layers_of("head", linear)[0]
-        (row,), parameters = quantise_head(layer, calibrated, recipe, **options)
-        codes = GRIDS["iq4_nl"].codes_of(linear.weight, parameters["head"])
+        result = quantise_head(layer, calibrated, recipe, **options)
+        codes = GRIDS["iq4_nl"].codes_of(linear.weight, result.grid)
         assert codes is not None  # the parameters give these weights
-        return linear.weight.detach(), row
+        return linear.weight.detach(), result.row
 
     monkeypatch.setattr(prune_layers, "ELEMENTS", 64 * 20)
     expected = prune_weight(dense, hessian, grid="iq4_nl")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import batches, build
 from lightning.pytorch import Trainer as LightningTrainer
+from slow_pruning import report_of
 from thread_processes import together
 from tiny_configs import FAMILIES
 from torch import nn
@@ -19,10 +20,10 @@ from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetE
 from mrp_lightning.narrowing.cutting import narrow
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
 from mrp_lightning.processes import ALONE
-from mrp_lightning.pruning.block import UnitRemover
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import make_plan
@@ -434,7 +435,7 @@ def test_processes_cut_out_the_same(structure, bits):
         )
         prune_model(job)
         narrow(plan.structure, model.config)
-        return model.state_dict(), job.report
+        return model.state_dict(), report_of(job)
 
     models = [build("llama") for _ in range(4)]
     found = together(3, lambda p: prune(models[p.rank], inputs[:2][p.rank :: 3], p))

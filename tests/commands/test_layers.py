@@ -42,7 +42,7 @@ def listed(capsys: pytest.CaptureFixture, *options: str) -> dict[str, Any]:
 def test_lists_the_layers_that_a_run_prunes(family, config_of, capsys):
     listing = listed(capsys, f"--model={config_of(family)}", "--pattern=2:4")
     run = prune_and_compare(family)
-    pruned = [row for row in run.report.layers if row.skipped is None]
+    pruned = [row for row in run.rows if row.skipped is None]
     assert {(row["name"], *row["shape"]) for row in listing["layers"]} == {
         (row.name, *row.shape) for row in pruned
     }

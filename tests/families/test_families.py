@@ -45,9 +45,9 @@ def test_blocks_run_as_in_full_forwards_of_the_model_pruned_so_far(family):
     run = prune_and_compare(family)
     assert list(run.errors) == [block.name for block in run.plan.blocks]
     assert run.error <= TOLERANCE
-    assert run.report.config["walk"] == ("rerun" if family in RERUN else "inject")
+    assert run.listener.walk == ("rerun" if family in RERUN else "inject")
 
-    rows = {row.name: row for row in run.report.layers}
+    rows = {row.name: row for row in run.rows}
     for name, module in linear_layers_of_blocks(run).items():
         if rows[name].skipped is None:
             assert is_2_of_4(module), name
@@ -69,7 +69,7 @@ def test_blocks_run_as_in_full_forwards_of_the_model_pruned_so_far(family):
 def test_without_padding(family):
     run = prune_and_compare(family, padding=False)
     assert run.error <= TOLERANCE
-    tokens = {row.tokens for row in run.report.layers if row.skipped is None}
+    tokens = {row.tokens for row in run.rows if row.skipped is None}
     # 12, 9 and 16 in two sequences each; experts see those that are routed to them.
     assert 2 * (12 + 9 + 16) in tokens
 
@@ -87,7 +87,7 @@ def test_stored_inputs_give_the_bits_of_full_reruns(family, monkeypatch):
     ours = prune_and_compare(family).model
     monkeypatch.setattr(sequential, "choose_walk", rerun)
     theirs = prune_and_compare(family)
-    assert theirs.report.config["walk"] == "rerun"
+    assert theirs.listener.walk == "rerun"
     for (name, a), b in zip(ours.named_parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_pruning import report_of
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
@@ -134,7 +135,7 @@ def prune(model: nn.Module, batches: list[Tensor], **choices: Any) -> PruningRep
     plan = make_plan(model, settings.recipe.pattern, **choices)
     job = Job(model=model, forward=model, batches=batches, plan=plan, settings=settings)
     prune_model(job)
-    return job.report
+    return report_of(job)
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ from faulty import at_call, changed, contents, die, in_child, small_files, weigh
 
 from mrp_lightning import Trainer, outputs
 from mrp_lightning.errors import HessianError, JournalError, OutOfMemoryError, SaveError
-from mrp_lightning.journal import block_record, journal, manifest
+from mrp_lightning.journal import journal, manifest
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.loop import pruned_module
+from mrp_lightning.records import block_result
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients
 
 
@@ -24,8 +25,8 @@ def torn(tensors, file, *_):
 
 
 BLOCKS = {
-    "before a block is written": (block_record, "save_file", at_call(2, lambda *_: die())),
-    "while it is written": (block_record, "save_file", at_call(2, torn)),
+    "before a block is written": (block_result, "save_file", at_call(2, lambda *_: die())),
+    "while it is written": (block_result, "save_file", at_call(2, torn)),
     "before it is renamed": (journal, "move_durably", at_call(2, lambda *_: die())),
     "after it": (journal, "move_durably", at_call(2, None, die)),
     "before the manifest is": (manifest, "move_durably", at_call(3, lambda *_: die())),

@@ -13,9 +13,9 @@ from slow_pruning import Dying, Killed, prune_model
 
 from mrp_lightning.calibration import walk_choice
 from mrp_lightning.errors import FormatError, JournalError, SaveError
-from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import differences
+from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.records.report import LayerReport
 
 PRINT = {"method": "SM", "sparsity": 0.5}
@@ -55,13 +55,13 @@ def three(tmp_path):
     """A journal of three blocks, closed."""
     with Journal.open(tmp_path / "out", PRINT) as journal:
         for step in range(3):
-            journal.write(step, record_of(step))
+            journal.write(step, result_of(step))
     return journal_path(tmp_path / "out")
 
 
-def record_of(step, scale=1.0):
+def result_of(step, scale=1.0):
     weights = {"a.weight": torch.arange(8.0).view(2, 4) * scale + step}
-    return BlockRecord(f"block.{step}", [ROW], None, weights)
+    return BlockResult(f"block.{step}", (LayerResult(ROW),), None, weights)
 
 
 def test_keeps_every_bit(tmp_path):
@@ -71,7 +71,7 @@ def test_keeps_every_bit(tmp_path):
         "c.weight": torch.randn(2, 3, 4, dtype=torch.float64)[1],  # part of a larger one
     }
     with Journal.open(tmp_path / "out", PRINT) as journal:
-        journal.write(4, BlockRecord("block.4", [ROW], None, weights))
+        journal.write(4, BlockResult("block.4", (LayerResult(ROW),), None, weights))
     with Journal.open(tmp_path / "out", PRINT) as journal:
         assert journal.read(3) is None
         found = journal.read(4)
@@ -106,7 +106,7 @@ def test_a_damaged_shard_is_made_again(damage, three, tmp_path, caplog):
         assert "block-00001.safetensors is damaged" in caplog.text
         assert [step in journal for step in range(4)] == [True, False, True, False]
         assert journal.read(1) is None
-        journal.write(1, record_of(1))  # with the same bits: what follows stays
+        journal.write(1, result_of(1))  # with the same bits: what follows stays
         assert [step in journal for step in range(4)] == [True, True, True, False]
     assert torch.equal(
         Journal.open(tmp_path / "out", PRINT).read(1).weights["a.weight"][0, 1], torch.tensor(2.0)
@@ -116,7 +116,7 @@ def test_a_damaged_shard_is_made_again(damage, three, tmp_path, caplog):
 def test_what_follows_a_block_that_came_out_otherwise_is_made_again(three, tmp_path, caplog):
     (three / "block-00001.safetensors").unlink()
     with Journal.open(tmp_path / "out", PRINT) as journal:
-        journal.write(1, record_of(1, scale=2.0))
+        journal.write(1, result_of(1, scale=2.0))
         assert [step in journal for step in range(3)] == [True, True, False]
         assert "pruned again" in caplog.messages[-1]
     with Journal.open(tmp_path / "out", PRINT) as journal:
@@ -124,12 +124,12 @@ def test_what_follows_a_block_that_came_out_otherwise_is_made_again(three, tmp_p
 
 
 @pytest.mark.parametrize("text", [None, "", "[" * 5000, '{"name": 1}', '{"name": "a"'])
-def test_a_record_that_is_no_json_is_refused_in_words(text, tmp_path):
+def test_a_result_that_is_no_json_is_refused_in_words(text, tmp_path):
     """Of a whole file without a checksum, as `report` reads those of an unfinished run."""
     file = tmp_path / "block-00000.safetensors"
     save_file({"weight": torch.ones(1)}, file, None if text is None else {"record": text})
     with pytest.raises(FormatError, match=r"block-00000.*is not as mrp-lightning writes it"):
-        BlockRecord.load(file)
+        BlockResult.load(file)
 
 
 @pytest.mark.parametrize("place", [20, 200, -3])
@@ -157,14 +157,14 @@ def test_a_manifest_that_lacks_a_key_is_refused_in_words(three, tmp_path):
 def test_another_version_is_refused(three, tmp_path):
     content = json.loads((three / "manifest.json").read_text()) | {"format_version": 7}
     (three / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(JournalError, match="`format_version` is 7, but this version.* reads 1"):
+    with pytest.raises(JournalError, match="`format_version` is 7, but this version.* reads 2"):
         Journal.open(tmp_path / "out", PRINT)
 
 
 def test_a_shard_with_other_layers_is_refused():
-    record = BlockRecord("0", [ROW])
+    result = BlockResult("0", (LayerResult(ROW),))
     with pytest.raises(JournalError, match="pruned layers that the block `0` does not have: a"):
-        record.restore([], lambda layer: None)
+        result.restore([], lambda layer: None)
 
 
 def test_names_all_differences():
@@ -218,7 +218,7 @@ def test_a_block_that_cannot_be_kept_says_so(three, tmp_path, monkeypatch):
     with Journal.open(tmp_path / "out", PRINT) as journal:
         (three / "block-00003.safetensors.partial").mkdir()  # in the way
         with pytest.raises(SaveError, match=r"block\.3 is pruned, but could not be kept.*goes on"):
-            journal.write(3, record_of(3))
+            journal.write(3, result_of(3))
         assert 3 not in journal
     (three / "block-00003.safetensors.partial").rmdir()
     with Journal.open(tmp_path / "out", PRINT) as journal:
@@ -256,7 +256,7 @@ def test_blocks_after_one_that_came_out_otherwise_see_what_it_gives(build, batch
 def test_files_of_others_in_the_journal_stay(resume, three, tmp_path, caplog):
     """Those of other names are named, those in the way are asked to be moved."""
     (three / "block-notes.safetensors").write_text("mine")
-    record_of(2).save(three / "whole")
+    result_of(2).save(three / "whole")
     torn = (three / "whole").read_bytes()[:-20]
     (three / "whole").unlink()
     (three / "block-00002.safetensors.partial").write_bytes(torn)
@@ -293,16 +293,34 @@ def test_a_block_whose_manifest_was_not_written_is_ours(three, tmp_path):
     assert not list(three.glob("block-*"))
 
 
-def test_a_journal_of_an_earlier_version_is_gone_on_with(tmp_path):
+def test_a_journal_of_an_earlier_version_is_refused_with_the_next_step(tmp_path):
     """Written at be4b339, after two of three blocks."""
-    shutil.copytree(Path(__file__).parent / "earlier", journal_path(tmp_path / "run"))
-    fingerprint = {"method": "SM", "seed": 4, "calibration data": "sha256:ab"}
-    with Journal.open(tmp_path / "run", fingerprint) as journal:
-        assert [step in journal for step in range(3)] == [True, True, False]
-        assert journal.manifest.allocation == {"blocks": {"b.0": 0.5, "b.1": 0.25}}
-        record = journal.read(1)
-    assert record.rows[0].relative_loss == 0.25
-    assert torch.equal(record.weights["b.1.proj.weight"], 2 * torch.arange(8.0).view(2, 4))
+    path = journal_path(tmp_path / "run")
+    shutil.copytree(Path(__file__).parent / "earlier", path)
+    (path / "balance.safetensors").write_bytes((path / "block-00000.safetensors").read_bytes())
+    with pytest.raises(JournalError, match=r"`format_version` is 1.*reads 2.*`resume: false`"):
+        Journal.open(tmp_path / "run", PRINT)
+    assert len(list(path.glob("*.safetensors"))) == 3
+    with Journal.open(tmp_path / "run", PRINT, resume=False) as journal:
+        assert not journal.manifest.shards
+        journal.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_are_computed_once_and_kept_to_the_bit(tmp_path):
+    value = {"a": torch.tensor(1 / 3, dtype=torch.float64), "b": torch.randn(4, 6).T}
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        assert journal.kept("survey", lambda: value) is value
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        kept = journal.kept("survey", pytest.fail)
+        assert journal.kept("other", dict) == {}
+        assert journal.kept("other", pytest.fail) == {}
+        journal.remove()
+    assert kept.keys() == value.keys()
+    assert all(
+        torch.equal(kept[name], x) and kept[name].dtype is x.dtype for name, x in value.items()
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("head", [b"", bytes(100), b"\x10\0\0\0\0\0\0\0" + b'{"__metadata__":{"re'])

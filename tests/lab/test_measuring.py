@@ -33,8 +33,7 @@ def mean_loss(directory, text):
         plan=make_plan(model, settings.recipe.pattern),
         settings=settings,
     )
-    prune_model(job)
-    losses = [row.relative_loss for row in job.report.pruned]
+    losses = [row.relative_loss for x in prune_model(job) for row in x.pruned_rows]
     return sum(losses) / len(losses)
 
 

@@ -3,30 +3,29 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.pruning.job import Progress
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.block_result import BlockResult, LayerResult
+from mrp_lightning.records.report import LayerReport
 
 
-def test_many_layers_are_logged_each_once_with_its_place():
-    compared, logged = [], []
-
-    class Row(LayerReport):
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return self is other
-
-    pruned = [Row(name=str(i), shape=(1, 1), loss=float(i)) for i in range(100)]
+def test_layers_are_logged_each_once_with_its_place():
+    logged = []
+    rows = [LayerReport(name=str(i), shape=(1, 1), loss=float(i)) for i in range(100)]
     logger = SimpleNamespace(
-        log_metrics=lambda metrics, step: logged.append((step, metrics["prune_layer/loss"])),
+        log_metrics=lambda metrics, step: logged.append((step, metrics.get("prune_layer/loss"))),
         save=lambda: None,
     )
-    trainer = SimpleNamespace(loggers=[logger], progress_bar_callback=None)
-    job = SimpleNamespace(report=SimpleNamespace(pruned=pruned))
-    PruningProgress(job, ProgressReporter(trainer))._log_layers(pruned[40:])
-    assert logged == [(i, float(i)) for i in range(40, 100)]
-    assert len(compared) < 100  # as many as the layers of a model, not of them squared
+    trainer = SimpleNamespace(loggers=[logger], progress_bar_callback=None, is_global_zero=True)
+    job = SimpleNamespace(steps=2, device=torch.device("cpu"))
+    listener = PruningProgress(job, ProgressReporter(trainer))
+    dense = LayerReport(name="router", shape=(1, 1), skipped="it routes tokens")
+    for k, of_block in enumerate((rows[:40], rows[40:])):
+        listener.block(BlockResult(str(k), tuple(map(LayerResult, [dense, *of_block]))))
+        listener.finished(k, of_block, resumed=False)
+    assert [entry for entry in logged if entry[1] is not None] == [(i, i) for i in range(100)]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_the_text_of_the_bar_fits_80_columns(task, brief, monkeypatch):
     shown: list[str] = []
     trainer = SimpleNamespace(loggers=[], progress_bar_callback=None)
     monkeypatch.setattr(ProgressReporter, "show", lambda _, done, text: shown.append(text))
-    job = SimpleNamespace(report=PruningReport({}), steps=32)
-    PruningProgress(job, ProgressReporter(trainer)).progress(Progress(12, 32, task, 7))
+    job = SimpleNamespace(steps=32)
+    PruningProgress(job, ProgressReporter(trainer)).progress(Progress(12, 32, task))
     assert shown == [f"block 12/32 · {brief}"]
     assert len(shown[0]) <= 28

@@ -17,7 +17,8 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.loop import progress
 from mrp_lightning.pruning.job import Progress
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.block_result import BlockResult, LayerResult
+from mrp_lightning.records.report import LayerReport
 from mrp_lightning.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
@@ -77,14 +78,14 @@ def clock(caplog, monkeypatch) -> Clock:
 
 def listener_of(blocks: int) -> progress.PruningProgress:
     trainer = SimpleNamespace(progress_bar_callback=None, loggers=[], is_global_zero=True)
-    job = SimpleNamespace(steps=blocks, report=PruningReport({}), device=torch.device("cpu"))
+    job = SimpleNamespace(steps=blocks, device=torch.device("cpu"))
     return progress.PruningProgress(job, progress.ProgressReporter(trainer))
 
 
 def test_the_rest_is_estimated_from_the_blocks_so_far(clock, caplog):
     listener = listener_of(30)
     row = LayerReport(name="layer", shape=(1, 1), relative_loss=0.0123)
-    listener._job.report.layers.append(row)
+    listener.block(BlockResult("block", (LayerResult(row),)))
     for k, now, rows in ((2, 141.0, [row]), (14, 1300.0, []), (29, 100.0 + 3 * 3600, [row])):
         clock.now = now
         listener.finished(k, rows, resumed=False)
@@ -101,7 +102,7 @@ def test_blocks_from_a_journal_do_not_count_for_the_estimate(clock, caplog):
         clock.now = 100.0 + now
         listener.finished(k, [], resumed=k < 2)
     clock.now = 152.0  # half a minute without a line
-    listener.progress(Progress(5, 10, "q_proj", 0))
+    listener.progress(Progress(5, 10, "q_proj"))
     assert logged(caplog) == [
         "block 1/10 · from the journal",
         "block 2/10 · from the journal",
@@ -127,12 +128,12 @@ def test_a_long_block_is_a_line_every_half_minute(clock, caplog):
     listener = listener_of(3)
     for k, now in enumerate((29.0, 31.0, 40.0, 60.9, 61.0)):
         clock.now = 100.0 + now
-        listener.progress(Progress(1, 3, f"step {k}", 0))
+        listener.progress(Progress(1, 3, f"step {k}"))
     clock.now = 180.0
     listener.finished(0, [], resumed=False)
     for k, now in enumerate((109.0, 110.0)):
         clock.now = 100.0 + now
-        listener.progress(Progress(2, 3, f"step {k}", 0))
+        listener.progress(Progress(2, 3, f"step {k}"))
     assert logged(caplog) == [
         "block 1/3 · step 1 · 31 s",
         "block 1/3 · step 4 · 61 s",

@@ -128,7 +128,7 @@ def test_the_dense_model_computes_the_same(family, dtype, tolerance, build, batc
             p += 0.3 * noise.to(dtype)
     before = {name: p.clone() for name, p in model.named_parameters()}
     logits = model(**batches[2]).logits
-    monkeypatch.setattr("mrp_lightning.pruning.block.LayerSolver.prune_group", lambda *_: None)
+    monkeypatch.setattr("mrp_lightning.pruning.block.LayerSolver.prune", lambda *_: [])
     with pytest.raises(TargetError, match="Pruned nothing"):
         prune_model(model, batches[2:], **ALONE, beyond=GRID)
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
@@ -170,7 +170,7 @@ def test_what_later_blocks_read_is_not_scaled(batches, monkeypatch):
     torch.manual_seed(0)
     model = Sharing()
     expected = model(**batches[2])
-    monkeypatch.setattr("mrp_lightning.pruning.block.LayerSolver.prune_group", lambda *_: None)
+    monkeypatch.setattr("mrp_lightning.pruning.block.LayerSolver.prune", lambda *_: [])
     with pytest.raises(TargetError, match=r"`balance` found no input|Pruned nothing"):
         prune_model(model, batches[2:], **ALONE, beyond=GRID)
     torch.testing.assert_close(model(**batches[2]), expected)
@@ -265,8 +265,7 @@ def test_the_function_stays_and_the_factors_are_those_of_a_textbook(build, batch
     options = {"beyond": {**GRID, "damping": 0.01}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough):
         patch.setattr(balance.Balance, "apply", apply)
-        patch.setattr("mrp_lightning.pruning.block.LayerSolver.prune_group", lambda *_: None)
-        patch.setattr("mrp_lightning.pruning.sequential._require_all", lambda *_: None)
+        patch.setattr("mrp_lightning.pruning.block.LayerSolver.prune", lambda *_: [])
         prune_model(model, batches, **ALONE, **options)
     for norm, weight in expected.items():
         torch.testing.assert_close(found[f"{norm}.weight"], weight, rtol=2e-3, atol=0)
@@ -347,18 +346,20 @@ def test_lost_factors_are_measured_again_and_all_blocks_pruned_again(
     options = {**ALONE, "beyond": GRID}
     with pytest.raises(Killed), Dying.open(tmp_path / "out", {}) as journal:
         prune_model(build("llama"), batches, journal=journal, **options)
-    (journal.path / "balance.safetensors").write_bytes(b"lost")
+    (journal.path / "kept-survey.safetensors").write_bytes(b"lost")
     with Journal.open(tmp_path / "out", {}) as journal:
         report = prune_model(build("llama"), batches, journal=journal, **options)
     assert report.resumed_blocks == 0
-    assert "balance.safetensors is damaged or missing. All blocks are pruned again." in caplog.text
+    assert (
+        "kept-survey.safetensors is damaged or missing. All blocks are pruned again." in caplog.text
+    )
 
 
 def test_a_disk_that_is_full_is_named(tmp_path):
     with Journal.open(tmp_path / "out", {}) as journal:
-        (journal.path / "balance.safetensors.partial").mkdir()  # in the way
+        (journal.path / "kept-survey.safetensors.partial").mkdir()  # in the way
         with pytest.raises(SaveError, match=r"cannot be written.*Make room there"):
-            journal.keep_factors({"a.rows": torch.ones(2)})
+            journal.kept("survey", lambda: {"a.rows": torch.ones(2)})
 
 
 def test_balance_needs_a_grid_and_something_to_scale(build, batches):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_pruning import report_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,7 +40,7 @@ def prune_model(
         settings=settings,
     )
     prune_job(job)
-    return job.report
+    return report_of(job)
 
 
 def assert_close_weights(ours: Tensor, expected: Tensor) -> None:

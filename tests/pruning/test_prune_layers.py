@@ -40,8 +40,8 @@ def test_the_relative_loss_does_not_depend_on_the_precision_of_the_user(settings
         (layer,) = layers_of("fc1", linear)
         recipe = Recipe.of(method="SM", pattern="2:4")
         calibrated = Calibrated(InputHessian(hessian), tokens=400)
-        (row,), _ = prune_layers([layer], calibrated, [recipe])
-        return row, linear.weight
+        (result,) = prune_layers([layer], calibrated, [recipe])
+        return result.row, linear.weight
 
     row, weight = prune()
     loss = ((weight - dense) @ inputs.T).square().sum()
@@ -65,7 +65,7 @@ def test_layers_of_one_input_get_the_weights_that_each_gets_alone(settings):
     settings = {"method": "SM", **settings}
     recipe = Recipe.of(**settings, grid="q4_0")
     calibrated = Calibrated(InputHessian(hessian), tokens=300)
-    rows, _ = prune_layers(layers, calibrated, [recipe] * 3)
+    rows = [result.row for result in prune_layers(layers, calibrated, [recipe] * 3)]
     for row, linear, weight in zip(rows, linears, dense, strict=True):
         alone = prune_weight(weight, hessian, **settings, grid="q4_0")
         assert torch.equal(linear.weight, alone.weight)

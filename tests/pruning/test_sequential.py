@@ -12,6 +12,7 @@ from slow_pruning import (
     inputs_of,
     one_after_another,
     prune_model,
+    report_of,
     slow_prune,
 )
 from torch import Tensor, nn
@@ -212,11 +213,12 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
         plan=make_plan(model, recipe.pattern),
         settings=Settings(pattern="2:4", method="SM"),
     )
-    report = job.report
     with pytest.raises(KeyboardInterrupt):
         prune_job(job)
-    assert not report.complete
-    done = {row.name for row in report.layers}
+    *blocks, unfinished = job.listener.results
+    assert [len(block.layers) for block in blocks] == [0, 7]  # the first: what the plan left dense
+    assert unfinished.name == "model.layers.1"
+    done = {row.name for row in report_of(job).layers}
     assert len(done) == 9
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

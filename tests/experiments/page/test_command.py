@@ -15,8 +15,8 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments import runs
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.files import MANIFEST
-from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.journal import Journal
+from mrp_lightning.records.block_result import BlockResult, LayerResult
 
 
 def test_the_command_line_knows_it(tmp_path, save_run, capsys):
@@ -50,7 +50,7 @@ def test_an_unfinished_run_is_shown_as_such(tmp_path, layer, capsys):
     }
     with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
         for step, row in enumerate(rows):
-            journal.write(step, BlockRecord(f"model.layers.{step}", [row]))
+            journal.write(step, BlockResult(f"model.layers.{step}", (LayerResult(row),)))
         main([str(tmp_path / "run")])  # also while it goes on
     assert capsys.readouterr().out.startswith("1 run: ")
     assert not (tmp_path / "run").exists()
