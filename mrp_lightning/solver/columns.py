@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mrp_ground.arguments import checked, is_count, is_number
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
-from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.hessian import DampedHessian, InputHessian
 from mrp_lightning.solver.problem import Quality, check_weight, output_energy
 from mrp_lightning.solver.recipe import parse_method
 
@@ -41,9 +41,15 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
     covariance_blocks = _diagonal_blocks(covariance, width)
     lost = torch.zeros(len(inverse_blocks), dtype=inverse.dtype, device=inverse.device)
     order: list[int] = []
-    # Removing J downdates A by aᵀl with a = A_J: and l = A_JJ⁻¹a, and C by hᵀl + lᵀh with
-    # h = C_J: − C_JJ·l/2. Only the diagonal blocks are updated at each step; the other entries of
-    # the stored matrices lag behind by the `pending` triples (a, l, h), each (width, columns).
+    # The loop rests on four facts:
+    # 1. The cost of a group, ½·tr(A_JJ⁻¹ C_JJ), needs the diagonal blocks of A and C alone. So only
+    #    these are kept up to date: O(columns·width²) a step, where all of A would be O(columns²).
+    # 2. Removing J downdates A by aᵀl with a = A_J: and l = A_JJ⁻¹a, and C by hᵀl + lᵀh with
+    #    h = C_J: − C_JJ·l/2. The stored matrices lag behind by the `pending` triples (a, l, h), of
+    #    (width, columns) each: at every step A = inverse − Σ aᵀl, C = covariance − Σ (hᵀl + lᵀh).
+    # 3. The next downdate needs the present rows J of both, which the sums of 2 give.
+    # 4. `_PANEL` columns of downdates are applied together, since a product of matrices is bound by
+    #    compute and an update of low rank by memory.
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(count):
         j = int((costs(inverse_blocks, covariance_blocks) + lost).argmin())
@@ -51,7 +57,6 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         lost[j] = torch.inf
         columns = slice(j * width, (j + 1) * width)
         a, c = inverse[columns].clone(), covariance[columns].clone()
-        # Rows J of the present matrices: the stored rows less all pending downdates.
         if pending:
             pending_a, pending_l, pending_h = (torch.cat(x) for x in zip(*pending, strict=True))
             a -= pending_a[:, columns].T @ pending_l
@@ -66,7 +71,6 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         # A removed group must not be chosen again, nor its zero block be inverted.
         inverse_blocks[j] = torch.eye(width, dtype=inverse.dtype, device=inverse.device)
         covariance_blocks[j] = 0
-        # Applied together, the downdates are one product of matrices, not updates of low rank.
         if len(pending) * width >= _PANEL:
             a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
             inverse.addmm_(a.T, step, alpha=-1)
@@ -140,7 +144,11 @@ class ColumnSet:
     def swap(self) -> int:
         """Exchange the best pair of groups while that lowers the loss; return how many times."""
         done = 0
-        # Each exchange lowers the loss, so none repeats; the limit guards against rounding.
+        # 1. The best of all pairs is taken, not the first that helps: one exchange costs two sweeps
+        #    of the stored matrices, as much as looking at all pairs.
+        # 2. Each exchange lowers the loss, so no set repeats and the loop ends. The limit guards
+        #    against gains that are rounding.
+        # 3. In the end no exchange of two groups lowers the loss: a local optimum, not the global.
         while done < len(self.removed):
             gain, returned, newly_removed = self._best_exchange()
             if not gain > _LEAST_GAIN * self.loss:
@@ -157,7 +165,10 @@ class ColumnSet:
         removed_groups, kept_groups = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
         swept_blocks = _diagonal_blocks(self._swept, width)
         energy_blocks = _diagonal_blocks(self._energy, width)
-        # For blocks of one element, a batched matmul is slower than the elementwise product.
+        # The gain of an exchange is exact, since both of its halves are: putting p back from the
+        # stored matrices, and removing q from those in which p is back, of which only the blocks
+        # (q, q) are needed. For blocks of one element, a batched matmul is slower than the
+        # elementwise product.
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
         best = (-torch.inf, -1, -1)
         for groups in removed_groups.split(max(1, _PAIRS // (len(kept_groups) * width**2))):
@@ -257,11 +268,14 @@ def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], f
     Returns:
         The sorted removed units, their loss, and the number of exchanges.
     """
+    # 1. Greedily from the empty set: units·count measurements, where all sets would be a binomial
+    #    number of them.
     removed: list[int] = []
     loss = 0.0
     for _ in range(count):
         remaining = [unit for unit in range(units) if unit not in removed]
         removed, loss = _best(measure, [[*removed, unit] for unit in remaining])
+    # 2. Exchanges, as in `ColumnSet.swap`: the loss falls each time, so the loop ends.
     swaps = 0
     while True:
         remaining = [unit for unit in range(units) if unit not in removed]
@@ -393,57 +407,111 @@ def remove_columns(
     instead of the dense weight.
     """
     check_weight(weight, inputs)
-    groups = _checked_groups(inputs, count, group)
+    _check_groups(inputs, count, group)
     # In float64: the set is a sequence of choices between nearly equal losses, each of which
     # depends on all updates before it.
     aim = (weight if target is None else target).double()
-    parsed_method = parse_method(method)
-    swapped, greedy_loss = 0, None
-    if parsed_method.needs_inverse:
-        # Columns of dead inputs add nothing to an output: they are removed first, and never
-        # exchanged.
-        live = aim.masked_fill(inputs.dead, 0)
-        damped = inputs.damped(damping).double
-        covariance = live.T @ live
-        removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
-        if parsed_method.mask.needs_inverse:
-            removed[_greedy_set(damped.inverse, covariance, count, group)] = True
-        else:
-            removed[_lowest(aim, inputs, parsed_method.mask.name, count, group)] = True
-        column_set = ColumnSet(damped.inverse, covariance, removed, group)
-        if parsed_method.mask.needs_inverse:
-            greedy_loss = column_set.loss
-            swapped = column_set.swap() if swaps else 0
-        optimum, ratio = column_set.optimum(aim, live), damped.ratio
-    else:
-        removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
-        removed[_lowest(aim, inputs, parsed_method.mask.name, count, group)] = True
-        optimum = aim.masked_fill(removed.repeat_interleave(group), 0)
-        ratio = damping
+    choice = choose_columns(
+        aim, inputs, count, group=group, method=method, damping=damping, swaps=swaps
+    )
+    # The gap measures the solver, so it is taken after rounding to the dtype of the computation,
+    # not to a narrower dtype of the weight.
+    wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
+    optimum, gap = compensate_columns(choice, aim, inputs, group=group, dtype=wide)
     result = optimum.to(weight.dtype)
-    gap = optimal_loss = None
-    if parsed_method.needs_inverse:
-        # The gap measures the solver, so it is taken after rounding to the dtype of the
-        # computation, not to a narrower dtype of the weight.
-        wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
-        rounded = optimum.to(wide).double().masked_fill(inputs.dead, 0)
-        optimal_loss, gap = column_set.loss, column_set.gap(live, rounded, damped.matrix)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)
     missed = output_energy(result.to(exact) - aim.to(exact), inputs.hessian)
+    ratio = damping if choice.damped is None else choice.damped.ratio
     return ColumnSolution(
         weight=result,
-        removed=removed,
+        removed=choice.removed,
         loss=lost,
         damping_used=ratio * inputs.mean_diagonal,
         damping_ratio=ratio,
-        swaps=swapped,
-        greedy_loss=greedy_loss,
-        optimal_loss=optimal_loss,
+        swaps=choice.swaps,
+        greedy_loss=choice.greedy_loss,
+        optimal_loss=None if choice.column_set is None else choice.column_set.loss,
         gap=gap,
         dead_inputs=inputs.dead_inputs,
         target_loss=None if target is None else missed,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnChoice:
+    """The groups of columns that a method removes from a weight.
+
+    Attributes:
+        removed: bool (groups,), True = removed.
+        damped: The damped Hessian, float64; `None` if the method does not compensate.
+        column_set: The set with the matrices that its compensation needs; likewise.
+        swaps: The number of exchanges that led to the set.
+        greedy_loss: The damped loss before the exchanges; `None` for a ranked set.
+    """
+
+    removed: Tensor
+    damped: DampedHessian | None = None
+    column_set: ColumnSet | None = None
+    swaps: int = 0
+    greedy_loss: float | None = None
+
+
+def choose_columns(
+    weight: Tensor,
+    inputs: InputHessian,
+    count: int,
+    *,
+    group: int,
+    method: str,
+    damping: float,
+    swaps: bool,
+) -> ColumnChoice:
+    """Choose the groups of columns to remove from a weight (rows, columns), float64.
+
+    The other arguments are those of `prune_columns`.
+    """
+    parsed_method = parse_method(method)
+    is_greedy = parsed_method.mask.needs_inverse
+    removed = torch.zeros(inputs.columns // group, dtype=torch.bool, device=weight.device)
+    # 1. Magnitude and wanda rank the groups by the weights as they are, whatever follows.
+    if not is_greedy:
+        removed[_lowest(weight, inputs, parsed_method.mask.name, count, group)] = True
+    if not parsed_method.needs_inverse:
+        return ColumnChoice(removed)
+    # 2. Columns of dead inputs add nothing to an output. As zeros in C = WᵀW they cost nothing, so
+    # they are removed first, and no exchange for them gains anything.
+    live = weight.masked_fill(inputs.dead, 0)
+    damped, covariance = inputs.damped(damping).double, live.T @ live
+    if not is_greedy:
+        return ColumnChoice(removed, damped, ColumnSet(damped.inverse, covariance, removed, group))
+    # 3. The greedy set is a start only: the first groups were chosen when all later ones were still
+    # there to compensate for them. Exchanges take such choices back.
+    removed[_greedy_set(damped.inverse, covariance, count, group)] = True
+    column_set = ColumnSet(damped.inverse, covariance, removed, group)
+    greedy_loss = column_set.loss
+    exchanges = column_set.swap() if swaps else 0
+    return ColumnChoice(removed, damped, column_set, exchanges, greedy_loss)
+
+
+def compensate_columns(
+    choice: ColumnChoice, weight: Tensor, inputs: InputHessian, *, group: int, dtype: torch.dtype
+) -> tuple[Tensor, float | None]:
+    """Return the optimal weight without the chosen columns, float64, and its certified gap.
+
+    Args:
+        choice: The columns. If its method does not compensate, they are set to zero.
+        weight: The weight whose outputs are approximated, (rows, columns), float64.
+        inputs: The Hessian.
+        group: Columns of a group.
+        dtype: The dtype to which the weight is rounded before the gap is measured.
+    """
+    if choice.column_set is None or choice.damped is None:
+        return weight.masked_fill(choice.removed.repeat_interleave(group), 0), None
+    live = weight.masked_fill(inputs.dead, 0)
+    optimum = choice.column_set.optimum(weight, live)
+    rounded = optimum.to(dtype).double().masked_fill(inputs.dead, 0)
+    return optimum, choice.column_set.gap(live, rounded, choice.damped.matrix)
 
 
 def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:
@@ -456,8 +524,8 @@ def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: 
     return scores.sort(stable=True).indices[:count]
 
 
-def _checked_groups(inputs: InputHessian, count: int, group: int) -> int:
-    """Return the number of groups of columns, or raise an OptionError for wrong arguments."""
+def _check_groups(inputs: InputHessian, count: int, group: int) -> None:
+    """Raise an OptionError unless `count` of the groups of columns can be removed."""
     columns = inputs.columns
     if not is_count(group) or columns % group:
         raise OptionError(
@@ -469,4 +537,3 @@ def _checked_groups(inputs: InputHessian, count: int, group: int) -> int:
             f"`count` must be a number of groups from 1 to {columns // group - 1}, all but one of "
             f"{inputs.label}; got {count!r}."
         )
-    return columns // group
