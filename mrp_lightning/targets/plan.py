@@ -1,6 +1,6 @@
 """The plan of a pruning: every layer, in its block, checked before any work starts."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -105,87 +105,130 @@ def make_plan(
             parameter of the model holds NaN or Inf, in whatever module it is.
         PatternError: The pattern, or the groups of the grid, do not fit layers.
     """
-    target_patterns, ignore_patterns = as_patterns(targets), as_patterns(ignore)
-    block_list = find_blocks(model, blocks)
-    modules = dict(named_modules(model))
-    layers = {layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)}
-    linear = list(layers)
-    inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in block_list}
-    in_blocks = [name for names in inside.values() for name in names]
-
-    # Names without the prefix identify the layers in reports and checkpoints: they must be unique.
-    every = {*layers, *(b.name for b in block_list)}
-    is_cut = len({name.removeprefix(prefix) for name in every}) == len(every)
-
-    def shown(name: str) -> str:
-        """Remove the prefix from a name, unless another module has the shorter name."""
-        return name.removeprefix(prefix) if is_cut else name
-
-    require_matches("targets", target_patterns, linear or list(modules), prefix, shown)
-    require_matches("ignore", ignore_patterns, [*modules, *linear], prefix, shown)
-    # In a model with blocks, layers outside of them, such as `lm_head`, are pruned only for a
-    # pattern that matches no layer in the blocks, and so must mean them.
-    not_in_blocks = [n for n in linear if n not in set(in_blocks)]
-    outside = not_in_blocks if not block_list and not target_patterns else []
-    for pattern_ in target_patterns:
-        if not any(matches(name, pattern_, prefix) for name in in_blocks):
-            outside += [
-                n for n in not_in_blocks if matches(n, pattern_, prefix) and n not in outside
-            ]
-
-    def is_wanted(name: str) -> bool:
-        named = (
-            not target_patterns
-            or name in outside
-            or any(matches(name, p, prefix) for p in target_patterns)
-        )
-        return named and not any(matches(name, p, prefix) for p in ignore_patterns)
-
-    names = [n for n in (*in_blocks, *outside) if is_wanted(n)]
-    # `targets` is the user's own choice, which may include routers.
-    routers = [] if target_patterns else list(_routers(modules, layers, names))
-    # A weight that is no plain parameter cannot be read here; `_unusual` reports it.
-    plain = [n for n in names if why_not_plain(layers[n], allow_meta=True) is None]
-    empty = [n for n in plain if not layers[n].weight.numel()]
-    names = [n for n in names if n not in {*empty, *(router.name for router in routers)}]
-    targeted = [layers[n] for n in names]
-    unusual = _unusual(
-        modules, targeted, [n for n in modules if is_wanted(n)], block_list, allow_meta
-    )
-    _refuse_unusual({shown(name): reason for name, reason in unusual.items()})
-    unfit = _indivisible(targeted, pattern, grid)
+    # 1. Everything in the model, and 2. what the user wants of it.
+    contents = _Contents.of(model, blocks, prefix)
+    wish = _Wish.of(contents, as_patterns(targets), as_patterns(ignore))
+    # 3. The fate of each wanted weight: refused, left dense for a reason, or pruned. Refusals come
+    # in the order in which a user can act on them, each with all layers that it is about.
+    left = [*_routers(contents, wish), *_without_weights(contents, wish)]
+    candidates = [contents.layers[n] for n in wish.layers if n not in {s.name for s in left}]
+    unusual = _unusual(contents, wish, candidates, allow_meta)
+    _refuse_unusual({contents.shown(name): reason for name, reason in unusual.items()})
+    unfit = _indivisible(candidates, pattern, grid)
     if unfit and not skip_indivisible:
-        lines = listed({shown(each.name): each.reason for each in unfit})
-        cause = f"`pattern` {pattern}" if pattern.group > 1 else f"`grid` {grid}"
-        raise PatternError(
-            f"{cause} does not fit {counted(len(unfit), 'layer')}. Name them in "
-            f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{lines}"
-        )
-    tied = _tied(model, targeted, shown)
-    no_weights = [Skipped(n, tuple(layers[n].weight.shape), "it has no weights") for n in empty]
-    every_skipped = (
-        *routers,
-        *no_weights,
-        *_no_layers(modules, block_list, is_wanted),
-        *tied,
-        *unfit,
-    )
-    skipped = {s.name: replace(s, name=shown(s.name)) for s in every_skipped}
-    chosen_layers = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
-    if not chosen_layers:
-        _nothing_left(linear, in_blocks, list(skipped.values()))
+        raise _misfit({contents.shown(each.name): each.reason for each in unfit}, pattern, grid)
+    # Of a weight with several reasons the last one counts, the narrowest.
+    left += [*_no_layers(contents, wish), *_tied(model, contents, candidates), *unfit]
+    skipped = {each.name: replace(each, name=contents.shown(each.name)) for each in left}
+    chosen = {
+        layer.name: replace(layer, name=contents.shown(layer.name))
+        for layer in candidates
+        if layer.name not in skipped
+    }
+    if not chosen:
+        raise _nothing_left(contents, list(skipped.values()))
     # All parameters are checked, not only those to prune: NaN in any of them spoils the result.
-    parameters = ((shown(without_compiled(n)), p) for n, p in model.named_parameters())
-    refuse_not_finite(list(chosen_layers.values()), parameters)
+    parameters = ((contents.shown(without_compiled(n)), p) for n, p in model.named_parameters())
+    refuse_not_finite(list(chosen.values()), parameters)
+    # 4. The plan.
     return Plan(
-        blocks=[replace(b, name=shown(b.name)) for b in block_list],
+        blocks=[replace(block, name=contents.shown(block.name)) for block in contents.blocks],
         layers={
-            shown(b.name): [chosen_layers[n] for n in inside[b.name] if n in chosen_layers]
-            for b in block_list
+            contents.shown(block): [chosen[n] for n in names if n in chosen]
+            for block, names in contents.inside.items()
         },
-        outside=[chosen_layers[n] for n in outside if n in chosen_layers],
+        outside=[chosen[n] for n in wish.outside if n in chosen],
         skipped=list(skipped.values()),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """The modules, layers and blocks of a model, by their names in it."""
+
+    modules: dict[str, nn.Module]
+    layers: dict[str, Layer]
+    blocks: list[Block]
+    inside: dict[str, list[str]]  # the layers of each block
+    outside: list[str]  # the layers in no block
+    prefix: str  # of names, which reports and checkpoints lack
+    is_cut: bool  # whether names are unique without the prefix
+
+    @classmethod
+    def of(cls, model: nn.Module, patterns: Sequence[str] | str | None, prefix: str) -> "_Contents":
+        """List what a model holds; `patterns` name its blocks."""
+        blocks, modules = find_blocks(model, patterns), dict(named_modules(model))
+        layers = {
+            layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)
+        }
+        inside = {b.name: [n for n in layers if f"{n}.".startswith(f"{b.name}.")] for b in blocks}
+        in_blocks = {name for names in inside.values() for name in names}
+        # Names without the prefix identify the layers in reports and checkpoints: they must be
+        # unique.
+        every = {*layers, *inside}
+        return cls(
+            modules=modules,
+            layers=layers,
+            blocks=blocks,
+            inside=inside,
+            outside=[name for name in layers if name not in in_blocks],
+            prefix=prefix,
+            is_cut=len({name.removeprefix(prefix) for name in every}) == len(every),
+        )
+
+    @property
+    def in_blocks(self) -> list[str]:
+        """The layers in blocks, block after block."""
+        return [name for names in self.inside.values() for name in names]
+
+    def shown(self, name: str) -> str:
+        """Remove the prefix from a name, unless another module has the shorter name."""
+        return name.removeprefix(self.prefix) if self.is_cut else name
+
+    def is_in_a_block(self, name: str) -> bool:
+        """Return whether a module is a block, or in one."""
+        return any(f"{name}.".startswith(f"{block.name}.") for block in self.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Wish:
+    """The weights that the user wants to prune."""
+
+    targets: tuple[str, ...]  # name patterns; none means all layers in the blocks but routers
+    ignored: tuple[str, ...]  # name patterns
+    prefix: str
+    layers: list[str]  # the wanted layers, those in blocks first
+    outside: list[str]  # the layers in no block that `targets` means, `ignored` ones included
+
+    @classmethod
+    def of(cls, contents: _Contents, targets: tuple[str, ...], ignored: tuple[str, ...]) -> "_Wish":
+        """Apply the patterns to the contents of a model.
+
+        Raises:
+            TargetError: A pattern matches nothing.
+        """
+        prefix, in_blocks = contents.prefix, contents.in_blocks
+        names = [*contents.layers]
+        require_matches("targets", targets, names or [*contents.modules], prefix, contents.shown)
+        require_matches("ignore", ignored, [*contents.modules, *names], prefix, contents.shown)
+        # In a model with blocks, layers outside of them, such as `lm_head`, are pruned only for a
+        # pattern that matches no layer in the blocks, and so must mean them.
+        outside = contents.outside if not contents.blocks and not targets else []
+        for pattern in targets:
+            if not any(matches(name, pattern, prefix) for name in in_blocks):
+                meant = [n for n in contents.outside if matches(n, pattern, prefix)]
+                outside = [*outside, *(n for n in meant if n not in outside)]
+        wish = cls(targets, ignored, prefix, [], outside)
+        return replace(wish, layers=[n for n in (*in_blocks, *outside) if wish.includes(n)])
+
+    def includes(self, name: str) -> bool:
+        """Return whether the patterns want a module or a weight of this name."""
+        is_target = (
+            not self.targets
+            or name in self.outside
+            or any(matches(name, pattern, self.prefix) for pattern in self.targets)
+        )
+        return is_target and not any(matches(name, p, self.prefix) for p in self.ignored)
 
 
 def find_head(root: nn.Module, model: nn.Module, grid: Grid, prefix: str = "") -> Layer:
@@ -222,24 +265,23 @@ def find_head(root: nn.Module, model: nn.Module, grid: Grid, prefix: str = "") -
 
 
 def _unusual(
-    modules: dict[str, nn.Module],
-    layers: list[Layer],
-    wanted: list[str],
-    blocks: list[Block],
-    allow_meta: bool,
+    contents: _Contents, wish: _Wish, layers: list[Layer], allow_meta: bool
 ) -> dict[str, str]:
     """Return why weights cannot be read and written as matrices, by name."""
     reasons = {layer.name: why_not_plain(layer, allow_meta=allow_meta) for layer in layers}
     problems = {n: reason for n, reason in reasons.items() if reason}
-    for name in wanted:
+    blocks = contents.blocks
+    for name, module in contents.modules.items():
+        if not wish.includes(name):
+            continue
         if blocks and not any(name.startswith(f"{b.name}.") for b in blocks):
             continue
-        if is_adapter(modules[name]):
+        if is_adapter(module):
             problems = {n: r for n, r in problems.items() if not n.startswith(f"{name}.")}
             problems[name] = "it is wrapped by an adapter; call merge_and_unload() first"
-        elif not is_linear(modules[name]) and packed_weights(modules[name]):
+        elif not is_linear(module) and packed_weights(module):
             problems[name] = (
-                f"it is a packed {type(modules[name]).__name__}; call `model.dequantize()` first, "
+                f"it is a packed {type(module).__name__}; call `model.dequantize()` first, "
                 "or load the directory that it was packed from"
             )
     return problems
@@ -253,22 +295,20 @@ def _refuse_unusual(problems: dict[str, str]) -> None:
         )
 
 
-def _no_layers(
-    modules: dict[str, nn.Module], blocks: list[Block], is_wanted: Callable[[str], bool]
-) -> Iterator[Skipped]:
+def _no_layers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
     """Yield the weights of two and more dimensions that no `Layer` represents.
 
     In a model with blocks, only recurrent modules count outside of them.
     """
-    for name, module in modules.items():
-        inside = not blocks or any(f"{name}.".startswith(f"{b.name}.") for b in blocks)
-        if not inside and not is_recurrent(module):
+    blocks = contents.blocks
+    for name, module in contents.modules.items():
+        if blocks and not contents.is_in_a_block(name) and not is_recurrent(module):
             continue
         reason = why_no_layer(module)
-        if reason and is_wanted(name):
+        if reason and wish.includes(name):
             yield Skipped(name, tuple(module.weight.shape), reason)  # type: ignore[arg-type]
         for weight, tensor in fused_weights(module):
-            if is_wanted(f"{name}.{weight}"):
+            if wish.includes(f"{name}.{weight}"):
                 reason = f"fused weight of {type(module).__name__}, "
                 reason += (
                     "whose products are made inside torch's attention, which shows no input of them"
@@ -279,24 +319,35 @@ def _no_layers(
         # Bare parameters outside of blocks, or in a model without blocks, are mostly position
         # embeddings.
         for weight, tensor in other_weights(module) if blocks or is_recurrent(module) else ():
-            if is_wanted(f"{name}.{weight}"):
+            if wish.includes(f"{name}.{weight}"):
                 reason = f"{type(module).__name__} is not a linear layer"
                 yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
 
 
-def _routers(
-    modules: dict[str, nn.Module], layers: dict[str, Layer], names: list[str]
-) -> Iterator[Skipped]:
-    """Yield the routers of experts, which stay dense: their errors cost most."""
-    for name in names:
-        parent = modules[layers[name].owner.rpartition(".")[0]]
+def _routers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
+    """Yield the routers of experts, which stay dense: their errors cost most.
+
+    `targets` is the user's own choice, which may include them.
+    """
+    for name in () if wish.targets else wish.layers:
+        layer = contents.layers[name]
+        parent = contents.modules[layer.owner.rpartition(".")[0]]
         has_experts = isinstance(getattr(parent, "experts", None), nn.Module)
-        if has_experts and not isinstance(layers[name], Expert):
+        if has_experts and not isinstance(layer, Expert):
             reason = "it routes tokens to experts; `targets` can name it"
-            yield Skipped(name, tuple(layers[name].weight.shape), reason)
+            yield Skipped(name, tuple(layer.weight.shape), reason)
 
 
-def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) -> Iterator[Skipped]:
+def _without_weights(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
+    """Yield the layers with no rows or no columns."""
+    for layer in (contents.layers[name] for name in wish.layers):
+        # A weight that is no plain parameter cannot be read here; `_unusual` reports it.
+        is_plain = why_not_plain(layer, allow_meta=True) is None
+        if is_plain and not layer.weight.numel():
+            yield Skipped(layer.name, tuple(layer.weight.shape), "it has no weights")
+
+
+def _tied(model: nn.Module, contents: _Contents, layers: list[Layer]) -> Iterator[Skipped]:
     """Yield tied layers that stay out: a weight is pruned with its first layer, or never."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -309,13 +360,13 @@ def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) ->
         foreign = [o for o in owners[id(layer.parameter)] if (o, layer.key) not in targets]
         if foreign and all(model.get_submodule(owner) is layer.module for owner in foreign):
             reason = (
-                f"the same layer is used at {shown(foreign[0])}, too, on other inputs; make a copy "
-                "of it for each place"
+                f"the same layer is used at {contents.shown(foreign[0])}, too, on other inputs; "
+                "make a copy of it for each place"
             )
         elif foreign:
-            reason = f"its weight is tied to {shown(foreign[0])}, which is not pruned"
+            reason = f"its weight is tied to {contents.shown(foreign[0])}, which is not pruned"
         elif first_name != layer.name:
-            reason = f"its weight is tied to {shown(first_name)}, with which it is pruned"
+            reason = f"its weight is tied to {contents.shown(first_name)}, with which it is pruned"
         else:
             continue
         yield Skipped(layer.name, tuple(layer.weight.shape), reason)
@@ -337,13 +388,22 @@ def _indivisible(layers: list[Layer], pattern: Pattern, grid: Grid | None) -> li
     return unfit
 
 
-def _nothing_left(linear: list[str], in_blocks: list[str], skipped: list[Skipped]) -> None:
+def _misfit(reasons: dict[str, str], pattern: Pattern, grid: Grid | None) -> PatternError:
+    cause = f"`pattern` {pattern}" if pattern.group > 1 else f"`grid` {grid}"
+    return PatternError(
+        f"{cause} does not fit {counted(len(reasons), 'layer')}. Name them in "
+        f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed(reasons)}"
+    )
+
+
+def _nothing_left(contents: _Contents, skipped: list[Skipped]) -> TargetError:
+    num_layers = len(contents.layers)
     if skipped:
         why = "all were left out:\n" + listed({s.name: s.reason for s in skipped})
-    elif not linear:
+    elif not num_layers:
         why = "the model has no nn.Linear, nn.Conv2d or transformers Conv1D."
-    elif not in_blocks:
-        why = f"its {len(linear)} linear layers are outside the blocks; see `blocks`, `targets`."
+    elif not contents.in_blocks:
+        why = f"its {num_layers} linear layers are outside the blocks; see `blocks`, `targets`."
     else:
         why = "`targets` and `ignore` leave none."
-    raise TargetError(f"Found no layer to prune: {why}")
+    return TargetError(f"Found no layer to prune: {why}")
