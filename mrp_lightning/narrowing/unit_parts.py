@@ -9,10 +9,14 @@ to no unit do.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mrp_ground.grid import Grid
@@ -99,7 +103,9 @@ def _find_structure(
         raise _cannot(model, kind, "no repeated blocks were found in it")
     # Built from the configuration, the model must have the present shapes: otherwise shapes of a
     # narrower configuration say nothing about this model.
-    text, dense = model.config.get_text_config(), _built(model, {}, kind)
+    text, dense = model.config.get_text_config(), _built(model, {})
+    if isinstance(dense, _Unfit):
+        raise _cannot(model, kind, dense.reason)
     shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
     parameters = {without_compiled(name): p for name, p in model.named_parameters()}
     if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
@@ -113,56 +119,68 @@ def _find_structure(
     for units, entries in _candidates(text, kind, plan):
         columns = entries[_HEADS] * _head_size(text) if kind == "heads" else 1
         kept = _kept(kind, units, sparsity, _multiple(kind, columns, grid), _least(text, kind))
-
-        def fitted(kept: int, units: int = units, entries: Sizes = entries) -> Structure:
-            """Return the structure in which `kept` units remain, or raise `_Unfit`."""
-            config = {name: kept * each for name, each in entries.items()} | _fixed(model, kind)
-            narrower = _built(model, config, kind)
-            attributes = list(_attributes(model, dense, narrower))
-            blocks = dict(_parts(kind, model, dense, narrower, plan, units, kept, attributes))
-            inside = {id(entry) for parts in blocks.values() for entry in parts.attributes}
-            outside = [entry for entry in attributes if id(entry) not in inside]
-            return Structure(kind, units, kept, blocks, config, outside)
-
-        try:
-            return fitted(kept)
-        except _Refused as refusal:
-            reason: _Unfit | None = _offer_nearest(fitted, kept, units, sparsity, refusal)
-        except _Unfit as unfit:
-            reason = unfit
-        reasons.append(f"{' and '.join(entries)}: {reason}")
+        entry = _Entry(model, kind, plan, dense, units, entries)
+        fit = entry.fit(kept)
+        if isinstance(fit, _Unfit) and fit.by_transformers:
+            fit = _refuse_with_nearest(entry, kept, sparsity, fit)
+        if isinstance(fit, Structure):
+            return fit
+        reasons.append(f"{' and '.join(entries)}: {fit.reason}")
     names = ", ".join({"neurons": _NEURONS, "heads": (_GROUPS, _HEADS), "experts": _EXPERTS}[kind])
     listed = "; ".join(reasons) or f"it has none of the entries {names}"
     raise _cannot(model, kind, f"its configuration cannot say fewer of them ({listed})")
 
 
-class _Unfit(Exception):  # noqa: N818 (a message to the search)
-    """An entry of the configuration changes nothing, or parts that belong to no unit."""
+@dataclass(frozen=True)
+class _Unfit:
+    """The reason why a changed configuration does not describe the model with fewer units."""
+
+    reason: str
+    by_transformers: bool = False  # it refuses this number of units, and may take another one
 
 
-class _Refused(_Unfit):
-    """transformers refuses the configuration with this number of units."""
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """Entries of a model's configuration that may say how many units there are."""
+
+    model: PreTrainedModel
+    kind: str
+    plan: Plan  # all layers that could be pruned
+    dense: PreTrainedModel  # the model without weights
+    units: int  # the present number
+    per_unit: Sizes  # the entries, for one unit
+
+    def fit(self, kept: int) -> "Structure | _Unfit":
+        """Return the structure in which `kept` units remain, or why there is none."""
+        config = {name: kept * each for name, each in self.per_unit.items()}
+        config |= _fixed(self.model, self.kind)
+        narrower = _built(self.model, config)
+        if isinstance(narrower, _Unfit):
+            return narrower
+        comparison = _Comparison(self, narrower, kept)
+        if (reason := comparison.why_unfit()) is not None:
+            return _Unfit(reason)
+        return comparison.structure(config)
 
 
-def _offer_nearest(
-    fitted: Callable[[int], Structure], kept: int, units: int, sparsity: float, refusal: _Refused
-) -> _Unfit:
+def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: _Unfit) -> _Unfit:
     """Raise an OptionError with the nearest number of units that transformers accepts.
 
     Returns:
         The reason why there is no such number.
     """
+    units = entry.units
     for count in sorted(range(1, units), key=lambda count: (abs(count - kept), -count)):
-        try:
-            kind = fitted(count).kind
-        except _Refused:
-            continue
-        except _Unfit as unfit:
-            return unfit
+        fit = entry.fit(count)
+        if isinstance(fit, _Unfit):
+            if fit.by_transformers:
+                continue
+            return fit
         raise OptionError(
-            f"`structure: {kind}`: `sparsity` {sparsity:g} would leave {kept} of {units} {kind} a "
-            f"block, which transformers refuses for this model ({refusal}). The nearest number "
-            f"that it takes is {count}: give `sparsity` {(units - count) / units:.3g}."
+            f"`structure: {fit.kind}`: `sparsity` {sparsity:g} would leave {kept} of {units} "
+            f"{fit.kind} a block, which transformers refuses for this model ({refusal.reason}). "
+            f"The nearest number that it takes is {count}: give `sparsity` "
+            f"{(units - count) / units:.3g}."
         )
     return refusal
 
@@ -263,88 +281,157 @@ def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1)
     )
 
 
-def _built(model: PreTrainedModel, entries: Mapping[str, int], kind: str) -> PreTrainedModel:
+def _built(model: PreTrainedModel, entries: Mapping[str, int]) -> PreTrainedModel | _Unfit:
     """Build the model without weights from its configuration with changed entries."""
     config = copy.deepcopy(model.config)
     try:
         for name, value in entries.items():
             setattr(config.get_text_config(), name, value)
-    except AttributeError as error:  # read-only, as Falcon's computed `head_dim`
-        raise _Unfit(f"{name} follows from other entries") from error
+    except AttributeError:  # read-only, as Falcon's computed `head_dim`
+        return _Unfit(f"{name} follows from other entries")
     try:
         config = type(config).from_dict(config.to_dict())
     except StrictDataclassError as error:  # a validator of transformers
         reason = str(error).splitlines()[-1].strip(" .").removeprefix("ValueError: ")
-        raise _Refused(reason) from error
+        return _Unfit(reason, by_transformers=True)
     try:
         return build_without_weights(config, kind=type(model))
     except FormatError as error:
-        if entries:
-            raise _Unfit(str(error)) from error
-        raise _cannot(model, kind, str(error)) from error
+        return _Unfit(str(error))
 
 
-def _parts(
-    kind: str,
-    model: PreTrainedModel,
-    dense: PreTrainedModel,
-    narrower: PreTrainedModel,
-    plan: Plan,
-    units: int,
-    kept: int,
-    attributes: Sequence[Attribute],
-) -> Iterator[tuple[str, BlockParts]]:
-    """Yield the name and the parts of each block that are smaller in the narrower model."""
-    modules = _modules(model)
-    layers = {id(layer.parameter): layer for of_block in plan.layers.values() for layer in of_block}
-    shapes = {name: parameter.shape for name, parameter in narrower.named_parameters()}
-    if [name for name, _ in dense.named_parameters()] != list(shapes):
-        raise _Unfit("it changes which weights there are")
-    changed: dict[str, Tensor] = {
-        name: x for name, x in dense.named_parameters() if x.shape != shapes[name]
-    }
-    # Buffers may change for experts alone (the bias of DeepSeek's router is one), and only if they
-    # are saved: a checkpoint would not restore others.
-    buffers, stored = dict(narrower.named_buffers()), dense.state_dict()
-    for name, buffer in dense.named_buffers():
-        if name in buffers and buffer.shape != buffers[name].shape:
-            if kind != "experts" or name not in stored:
-                raise _Unfit("it changes buffers")
-            changed[name], shapes[name] = buffer, buffers[name].shape
-    cuts_of: dict[str, list[tuple[Cut, Layer | None]]] = {block.name: [] for block in plan.blocks}
-    paths = {block.name: _path(model, block.module) for block in plan.blocks}
-    for name, parameter in changed.items():
-        block = next((b for b, path in paths.items() if name.startswith(f"{path}.")), None)
-        owner, _, parameter_name = name.rpartition(".")
-        if block is None:
-            raise _Unfit(f"it changes {name} too, which is in no block")
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """A model built twice without weights: with all units, and with `kept` of them."""
+
+    entry: _Entry
+    narrower: PreTrainedModel
+    kept: int
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.Size]]:
+        """The two shapes of each parameter and buffer that gets smaller, by name."""
+        dense, narrower = (
+            dict(chain(model.named_parameters(), model.named_buffers()))
+            for model in (self.entry.dense, self.narrower)
+        )
+        pairs = {n: (x.shape, narrower[n].shape) for n, x in dense.items() if n in narrower}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules of the model itself, by name."""
+        return _modules(self.entry.model)
+
+    @cached_property
+    def layers(self) -> dict[int, Layer]:
+        """The layers that could be pruned, by the identity of their parameters."""
+        of_blocks = self.entry.plan.layers.values()
+        return {id(layer.parameter): layer for of_block in of_blocks for layer in of_block}
+
+    @cached_property
+    def paths(self) -> dict[str, str]:
+        """The names of the blocks' modules in the model, by the names of the blocks."""
+        return {b.name: _path(self.entry.model, b.module) for b in self.entry.plan.blocks}
+
+    @cached_property
+    def cuts(self) -> dict[str, list[tuple[Cut, Layer | None]]]:
+        """The cuts of each block, with the layers whose weights they are; see `why_unfit`."""
+        cuts: dict[str, list[tuple[Cut, Layer | None]]] = {name: [] for name in self.paths}
+        for name in self.shapes:
+            cut, block = self._cut(name), self._block_of(name)
+            assert block is not None
+            cuts[block].append((cut, self._layer_of(name, cut)))
+        return cuts
+
+    def why_unfit(self) -> str | None:
+        """Return why the differences are not those of whole units, `None` if they are."""
+        names, fewer = ([n for n, _ in x.named_parameters()] for x in self._models)
+        if names != fewer:
+            return "it changes which weights there are"
+        # Buffers may change for experts alone (the bias of DeepSeek's router is one), and only if
+        # they are saved: a checkpoint would not restore others.
+        stored = self.entry.dense.state_dict() if self.entry.kind == "experts" else {}
+        if any(name in self.shapes and name not in stored for name in self._buffers):
+            return "it changes buffers"
+        # Lazily: blocks can be asked for their parts once every tensor is known to be cut.
+        reasons = chain(map(self._why_no_cut, self.shapes), map(self._why_no_parts, self.paths))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def structure(self, config: Sizes) -> Structure:
+        """Return the structure of a fitting comparison, with the entries of its configuration."""
+        entry, blocks = self.entry, {}
+        attributes = list(_attributes(entry.model, entry.dense, self.narrower))
+        for name, cuts in self.cuts.items():
+            modules = {id(module) for module in self.modules[self.paths[name]].modules()}
+            own_attributes = [each for each in attributes if id(each[0]) in modules]
+            if cuts:  # blocks of another kind have none, such as the first ones of DeepSeek
+                consumers = self._consumers(name)
+                group = consumers[0].columns // entry.units
+                cuts_alone = [cut for cut, _ in cuts]
+                blocks[name] = BlockParts(consumers, cuts_alone, own_attributes, group)
+        inside = {id(each) for parts in blocks.values() for each in parts.attributes}
+        outside = [each for each in attributes if id(each) not in inside]
+        return Structure(entry.kind, entry.units, self.kept, blocks, config, outside)
+
+    @property
+    def _models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        return self.entry.dense, self.narrower
+
+    @property
+    def _buffers(self) -> list[str]:
+        return [name for name, _ in self.entry.dense.named_buffers()]
+
+    def _block_of(self, name: str) -> str | None:
+        return next((b for b, path in self.paths.items() if name.startswith(f"{path}.")), None)
+
+    def _cut(self, name: str) -> Cut:
+        owner, _, tensor = name.rpartition(".")
+        shape, narrower = self.shapes[name]
+        dim = next(d for d, size in enumerate(shape) if size != narrower[d])
+        return Cut(self.modules[owner], tensor, dim, shape[dim] // self.entry.units)
+
+    def _layer_of(self, name: str, cut: Cut) -> Layer | None:
+        if self.entry.kind == "experts":
+            return _stack_of(name, cut)
+        return self.layers.get(id(cut.tensor))
+
+    def _why_no_cut(self, name: str) -> str | None:
+        """Return why a tensor that gets smaller is not cut unit by unit, `None` if it is."""
+        units, kind = self.entry.units, self.entry.kind
+        if self._block_of(name) is None:
+            return f"it changes {name} too, which is in no block"
         # Each unit must own the same number of adjacent entries along a single dimension.
-        dims = [d for d, size in enumerate(parameter.shape) if size != shapes[name][d]]
-        size = parameter.shape[dims[0]]
-        if len(dims) > 1 or size % units or shapes[name][dims[0]] * units != size * kept:
-            raise _Unfit(f"it changes {name} otherwise than unit by unit")
+        shape, narrower = self.shapes[name]
+        dims = [d for d, size in enumerate(shape) if size != narrower[d]]
+        size = shape[dims[0]]
+        if len(dims) > 1 or size % units or narrower[dims[0]] * units != size * self.kept:
+            return f"it changes {name} otherwise than unit by unit"
         if kind != "heads" and size != units:
-            raise _Unfit(f"{name} holds several projections in one")
-        cut = Cut(modules[owner], parameter_name, dims[0], size // units)
-        layer = layers.get(id(cut.tensor))
-        if kind == "experts":
-            layer = _stack_of(name, cut)
-        elif layer is None and parameter.ndim > 1:
-            raise _Unfit(f"{name} cannot be pruned: it is tied, or no linear layer")
-        cuts_of[block].append((cut, layer))
-    for block, cuts in cuts_of.items():
-        inside = {id(module) for module in modules[paths[block]].modules()}
-        own_attributes = [entry for entry in attributes if id(entry[0]) in inside]
-        consumers = [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
+            return f"{name} holds several projections in one"
+        is_matrix = kind != "experts" and len(shape) > 1
+        if is_matrix and self._layer_of(name, self._cut(name)) is None:
+            return f"{name} cannot be pruned: it is tied, or no linear layer"
+        return None
+
+    def _why_no_parts(self, block: str) -> str | None:
+        """Return why the cuts of a block do not make up units, `None` if they do."""
+        cuts, kind = self.cuts[block], self.entry.kind
         if kind == "experts" and not cuts:
-            continue  # a block of another kind, such as the first ones of DeepSeek
+            return None
         # All consumers of a block must have as many columns for each unit: they lose the same ones.
-        groups = {layer.columns // units for layer in consumers}
+        groups = {layer.columns // self.entry.units for layer in self._consumers(block)}
         if kind == "heads" and groups and any(cut.width > max(groups) for cut, _ in cuts):
-            raise _Unfit("one weight holds queries, keys and values")
+            return "one weight holds queries, keys and values"
         if len(groups) != 1:
-            raise _Unfit(f"{block} has no layer that reads them" if cuts else f"{block} has none")
-        yield block, BlockParts(consumers, [cut for cut, _ in cuts], own_attributes, groups.pop())
+            return f"{block} has no layer that reads them" if cuts else f"{block} has none"
+        return None
+
+    def _consumers(self, block: str) -> list[Layer]:
+        """Return the layers of a block that lose columns."""
+        return [
+            layer for cut, layer in self.cuts[block] if layer is not None and _reads(cut, layer)
+        ]
 
 
 def _path(model: nn.Module, block: nn.Module) -> str:

@@ -1,6 +1,7 @@
 """The pictures of docs/methods.md and docs/method.md, drawn of a tiny model."""
 
 import importlib.util
+import logging
 import re
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def pictures(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LENGTH", 16)
     kept = {name: module.RECIPES[name] for name in ("SM", "JM, dense target")}
     monkeypatch.setattr(module, "RECIPES", kept)
-    return module
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
+    yield module
+    log.setLevel(level)  # the script silences it for its process
 
 
 def test_both_pictures_show_what_was_measured(pictures, tiny_llama, monkeypatch):
