@@ -196,6 +196,8 @@ def _tried(
     )
     unreached_blocks = [block for k, block in enumerate(blocks) if k not in whole_trace.order]
     ordered = [*(blocks[k] for k in whole_trace.order), *unreached_blocks]
+    # Each kind of batch can take another path through the model. All are traced even after a fault,
+    # since only a trace reports a block that is called in another order, which no walk bears.
     for batch in other_batches:
         seen = trace(in_order(forward, ordered, len(whole_trace.order)), batch, blocks)
         problem = problem or seen.error
@@ -274,6 +276,9 @@ def _self_test(
     """Return the fault of `Inject` on a batch, `None` if it reproduces the forward."""
     order = [blocks[k] for k in whole_trace.order]
     walk = Inject(forward, [batch], order, [containers[k] for k in whole_trace.order], store)
+    # By induction over the blocks: the input of block k is what the walk computed for the blocks
+    # before it, each within the tolerance of the whole forward. The first block that differs is the
+    # one to name; errors of later ones follow from it.
     for position, k in enumerate(whole_trace.order):
         name = walk.blocks[position].name
         try:
@@ -294,6 +299,7 @@ def _self_test(
 
 def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
     """Return the first batch of each kind, at most eight, in the order of the batches."""
+    # One of each kind suffices: models branch on which arguments are there, not on their values.
     by_kind: dict[Hashable, Any] = {}
     for batch in batches:
         by_kind.setdefault(kind(batch), batch)

@@ -203,6 +203,10 @@ class Inject(Walk):
 
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""
+        # 1. Before: `hidden[i]` holds the inputs of block k. After: its outputs, with the weights
+        #    that the block has now, which are the pruned ones.
+        # 2. In place, batch by batch: output(k, i) reads `hidden[i]` alone, so that one hidden
+        #    state a batch suffices, where two would double the largest store of a run.
         for i in range(len(self.batches)):
             self.keep(k, i, self.stored(self.output(k, i)))
             yield i
@@ -230,6 +234,10 @@ class Inject(Walk):
     def _stubs(self, k: int, i: int) -> Iterator[None]:
         """Replace the blocks before k by stubs that return the stored outputs of batch i."""
         with ExitStack() as stack:
+            # Only the last block of each chain has a stored output; the stubs before it pass on
+            # their input, whatever it is, since the next stored output replaces it. So a forward
+            # costs the embeddings, block k, and the model's own code between blocks: nothing of it
+            # is imitated here.
             for j, block in enumerate(self.blocks[:k]):
                 stub = _stub(self.containers[j], self.hidden[i].get(j))
                 stack.enter_context(replaced(block.module, "forward", stub))
@@ -315,10 +323,13 @@ class DenseStream:
 
     def advance(self, k: int) -> Iterator[int]:
         """Make the dense outputs of block k the inputs of the next."""
+        # `Inject` reads the stored outputs in block k + 1; `Rerun` starts from the batch each time.
         for i in range(len(self._walk.batches) if self._keeps_outputs else 0):
             self.outputs[i] = self._walk.stored(self.output(k, i))
             self._walk.keep(k, i, self.outputs[i])
             yield i
+        # A dense copy is needed as long as some forward runs its layer: with `Inject` until its
+        # block is left, with `Rerun` to the end. Tied weights stay until their last block.
         later = {id(p) for block in self._walk.runs_after(k) for p in block.module.parameters()}
         self._dense = {
             key: (layer, dense)
@@ -328,6 +339,9 @@ class DenseStream:
 
     def _exchange(self) -> None:
         """Swap the values of pruned weights and their dense copies, in place."""
+        # An involution: the same call restores the pruned weights, without a third copy of more
+        # than one weight at a time. In place, as optimizers, hooks and ties refer to the
+        # parameters.
         with torch.no_grad():
             for layer, dense in self._dense.values():
                 weights = layer.parameter.detach().clone()

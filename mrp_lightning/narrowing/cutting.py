@@ -30,6 +30,9 @@ def narrow(structure: Structure, config: Any) -> None:
             f"these have only zero columns in: {', '.join(short)}. The weights were changed since "
             "they were pruned."
         )
+    # Checked first, cut afterwards: a model of which some blocks are narrower runs nowhere. In each
+    # block zero columns say which units go, not a list kept elsewhere, so that what is cut is
+    # exactly what contributes nothing, and the outputs stay the same.
     for parts in structure.blocks.values():
         set_attributes(parts.without(_removed_units(parts, structure), structure.units))
     set_attributes([*structure.attributes, *structure.config_entries(config)])
@@ -78,6 +81,9 @@ def _removed_units(parts: BlockParts, structure: Structure) -> Tensor:
     On a grid of few bits, columns of remaining units may be zero, too. Then the removed units are
     identified by zero rows in the layers that produce them.
     """
+    # A grid without a zero code has no zero columns by chance, one with it may: n > count zeros.
+    # Removed units also have zero rows in their producers; remaining ones, whose consumers alone
+    # were rounded to zero, have not. The stable sort puts the former first, each in its order.
     zero = parts.zero_units(structure.units)
     if len(zero) > structure.count:
         is_made = torch.zeros(structure.units, dtype=torch.bool)

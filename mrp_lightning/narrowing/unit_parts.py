@@ -170,6 +170,8 @@ def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: _Un
         The reason why there is no such number.
     """
     units = entry.units
+    # Nearest first, of two equally near the one that keeps more. Only a refusal by transformers
+    # depends on the number, so that the first other reason holds for all of them.
     for count in sorted(range(1, units), key=lambda count: (abs(count - kept), -count)):
         fit = entry.fit(count)
         if isinstance(fit, _Unfit):
@@ -429,9 +431,8 @@ class _Comparison:
 
     def _consumers(self, block: str) -> list[Layer]:
         """Return the layers of a block that lose columns."""
-        return [
-            layer for cut, layer in self.cuts[block] if layer is not None and _reads(cut, layer)
-        ]
+        cuts = self.cuts[block]
+        return [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
 
 
 def _path(model: nn.Module, block: nn.Module) -> str:

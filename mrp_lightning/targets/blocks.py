@@ -176,6 +176,8 @@ def _is_block_list(module: nn.Module) -> bool:
 
 
 def _outermost(names: list[str]) -> list[str]:
+    # Names are in the order of the module tree, in which a parent comes before its children: what
+    # is not inside one of the lists so far is inside none.
     outermost: list[str] = []
     for name in names:
         if not any(name.startswith(f"{outer}.") for outer in outermost):

@@ -214,7 +214,7 @@ class _Wish:
         # In a model with blocks, layers outside of them, such as `lm_head`, are pruned only for a
         # pattern that matches no layer in the blocks, and so must mean them.
         outside = contents.outside if not contents.blocks and not targets else []
-        for pattern in targets:
+        for pattern in targets:  # each by itself: `q_proj` and `lm_head` can be given together
             if not any(matches(name, pattern, prefix) for name in in_blocks):
                 meant = [n for n in contents.outside if matches(n, pattern, prefix)]
                 outside = [*outside, *(n for n in meant if n not in outside)]
@@ -354,6 +354,9 @@ def _tied(model: nn.Module, contents: _Contents, layers: list[Layer]) -> Iterato
         owner = without_compiled(name.rpartition(".")[0])
         owners.setdefault(id(parameter), []).append(owner)
     targets = {(layer.owner, layer.key) for layer in layers}
+    # 1. A weight with one user outside of the plan stays dense: that user's inputs are in no
+    #    Hessian.
+    # 2. A weight with several users in the plan is pruned once, for the inputs of the first.
     first: dict[Hashable, str] = {}
     for layer in layers:
         first_name = first.setdefault(layer.key, layer.name)
