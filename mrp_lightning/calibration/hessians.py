@@ -74,6 +74,8 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
     other_layers = [layer for layer in layers if not isinstance(layer, Expert)]
     parts: list[list[Layer]] = []
     free = 0
+    # Greedy, in the order of the model: the matrices of one expert share their rows, so they stay
+    # in one pass, and an expert larger than the limit gets a pass of its own.
     for expert in experts.values():
         size = sum(4 * layer.columns**2 for layer in expert)
         if size > free or not parts:
@@ -314,6 +316,8 @@ class Calibration(_Watch):
         super().end_batch()
         self._seen.clear()
         self._batch += 1
+        # A layer that reads a group's tensor in one batch and another's in the next would get the
+        # Hessian of inputs that it never saw. Counts of calls show it without comparing tensors.
         for group in self.groups:
             counts = {group.calls.get(id(layer), 0) for layer in group.layers}
             group.calls.clear()
@@ -340,6 +344,13 @@ class Calibration(_Watch):
         if None in everywhere:
             raise InputsDiffer
         agreed: dict[frozenset[int], tuple[list[int], int, bool]] = {}
+        # 1. Groups are agreed upon before any tensor is sent: processes that sum different lists of
+        #    tensors would wait for one another for ever.
+        # 2. The same layers may be in one group here and in two elsewhere. The groups are
+        #    consistent if and only if they are disjoint: their sizes add up to the size of their
+        #    union.
+        # 3. The weights of the sum are the tokens of all processes, so that the result is that of
+        #    one process with all batches.
         for members, tokens, paired in (group for groups, _ in everywhere for group in groups):
             first, earlier, all_paired = agreed.get(frozenset(members), (members, 0, True))
             agreed[frozenset(members)] = first, earlier + tokens, all_paired and paired
@@ -388,6 +399,8 @@ class Calibration(_Watch):
             if id(layer) not in self._group_of and id(layer) not in uncalled_ids:
                 empty = HessianAccumulator(layer.columns, layer.name)
                 self.groups.append(InputGroup([layer], empty, 0))
+        # Popped, not iterated over: a Hessian lives until its layers are pruned, so that memory
+        # falls from group to group.
         while self.groups:
             group = self.groups.pop(0)
             first = group.layers[0]

@@ -30,6 +30,7 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
     sampler may repeat windows, and each process reads an iterable dataset completely.
     """
     own_windows = [window for step in steps for window in _windows(step.batch)]
+    # Digests are gathered in place of windows: 40 characters each, whatever the length.
     own_sizes = {
         hashlib.sha1(window.numpy().tobytes()).hexdigest(): len(window) for window in own_windows
     }
@@ -49,6 +50,8 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
     if not windows:
         return
     layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
+    # XᵀX of fewer tokens than columns is singular: only damping decides about the other directions.
+    # A stack of experts is no layer to solve, and its experts see a part of the tokens anyway.
     solved = [layer for layer in layers if not isinstance(layer, ExpertStack)]
     widest = max(solved, key=lambda layer: layer.columns, default=None)
     tokens = sum(windows.values())

@@ -207,6 +207,10 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
     others = [rank for rank in range(processes.size) if rank != processes.rank]
     seen, missed = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
     beat = 0
+    # 1. Beats are counted, not timed: the clocks of machines differ.
+    # 2. The own beat goes first: the others depend on it, whatever is read afterwards.
+    # 3. A process is given up after `_MISSED` readings without a new beat in succession. One alone
+    #    may be a busy machine, since both threads wake once in `_SECONDS`.
     while not left.wait(_SECONDS if beat else 0.0):
         beat += 1
         try:

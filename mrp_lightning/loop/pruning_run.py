@@ -267,6 +267,10 @@ class Run:
         self.close()
         assert self._capture is not None
         processes = processes_of(self.trainer)
+        # The order of contexts: signals are taken first and given back last, so that none is lost
+        # while the others are left. Inference mode ends before any tensor is made, since tensors of
+        # inference mode can never be changed in place outside of it. The stack, which holds the
+        # journal's lock, outlives the inner context: saving is under the lock, too.
         with (
             interruptible(self._signals, at_once=True),
             torch.inference_mode(False),
