@@ -132,9 +132,6 @@ def _check_block(
         run: Runs the block on one batch, and returns its hidden state; `None` if the batch does
             not reach it.
         block: The block.
-
-    Raises:
-        TargetError: The outputs differ.
     """
     generator = torch.Generator().manual_seed(0)
     removed = torch.randperm(structure.units, generator=generator)[: structure.count].sort().values

@@ -53,6 +53,10 @@ def narrowing_plan(
     """Return the plan of removing whole units, made from the plan of all layers.
 
     With a grid, all layers of the plan are put on it.
+
+    Raises:
+        TargetError: No configuration of the model's class describes the narrower model.
+        OptionError: The sparsity removes no unit, or all, or transformers refuses their number.
     """
     structure = _find_structure(model, kind, sparsity, plan, grid)
     if grid is not None:
@@ -89,10 +93,6 @@ def _find_structure(
         sparsity: The fraction of the units to remove.
         plan: All layers of the model that could be pruned, in their blocks.
         grid: The grid that the layers are put on; the columns that remain are whole groups of it.
-
-    Raises:
-        TargetError: No configuration of the model's class describes the narrower model.
-        OptionError: The sparsity removes no unit, or all, or transformers refuses their number.
     """
     if not isinstance(model, PreTrainedModel):
         raise TargetError(

@@ -202,11 +202,7 @@ class _Wish:
 
     @classmethod
     def of(cls, contents: _Contents, targets: tuple[str, ...], ignored: tuple[str, ...]) -> "_Wish":
-        """Apply the patterns to the contents of a model.
-
-        Raises:
-            TargetError: A pattern matches nothing.
-        """
+        """Apply the patterns to the contents of a model; each must match something."""
         prefix, in_blocks = contents.prefix, contents.in_blocks
         names = [*contents.layers]
         require_matches("targets", targets, names or [*contents.modules], prefix, contents.shown)
