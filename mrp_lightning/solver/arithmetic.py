@@ -13,7 +13,7 @@ from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.upstream.torch_names import (
     float32_precision,
-    has_matrix_units,
+    multiplies_bfloat16,
     set_float32_precision,
 )
 
@@ -52,10 +52,14 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16 several times as fast as float32."""
+    """Return whether a device multiplies bfloat16 at least twice as fast as float32.
+
+    The device's instructions decide, never a measured time, so that a run on the same kind of
+    device repeats its result to the bit.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return has_matrix_units()
+    return multiplies_bfloat16()
 
 
 _FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}

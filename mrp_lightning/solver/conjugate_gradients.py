@@ -160,6 +160,19 @@ class ConjugateGradients:
         self._precondition(self._gradient, self._z, self._image)
         return torch.mul(self._gradient, self._z, out=self._image).sum(1)
 
+    def descend_rows(self, targets: Tensor, limit: int) -> None:
+        """Step until the energy of each row is at most its target (rows,), or to iteration `limit`.
+
+        Rows stay where they reach their targets, so that no row depends on the others.
+        """
+        while self.iterations < limit:
+            energies = self.energies()
+            # A length of zero, for an energy of zero, leaves a row and its gradient as they are.
+            energies = torch.where(energies > targets, energies, 0)
+            if not bool(energies.any()):
+                return
+            self.step(energies)
+
     def descend(self, target: float, limit: int) -> Tensor:
         """Step until the energies sum up to at most the target, or to iteration `limit`.
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import MethodError
-from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
+from mrp_lightning.solver.arithmetic import ELEMENTS, has_bfloat16_units, split_range
+from mrp_lightning.solver.conjugate_gradients import Product, full_product, rounded_product
 from mrp_lightning.solver.hessian import cholesky
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
 from mrp_lightning.solver.problem import Problem
@@ -218,15 +219,19 @@ def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
     return spread.to(blocks.dtype).transpose(1, 2).contiguous()
 
 
+_CACHED = 2**17
+"""The number of weights of the rows that take several steps together, which stay in the cache."""
 _FIRST_PENALTY = 0.5
 """The first penalty ρ, relative to 1 / mean([H⁻¹]_jj) for H with a unit diagonal."""
 _GROWTH = 1.2
 """The factor by which the penalty rises."""
 _STEPS = 3
 """Number of steps from one rise of the penalty to the next."""
+_RISES = 5
+"""Number of successive penalties that share one inverse."""
 _FEWEST, _MOST = 20, 300
 """Smallest and largest number of steps."""
-_AT_REST = 1e-4
+_AT_REST = 1e-2
 """The share of the removed weights that may change between the last two rises of the penalty."""
 
 
@@ -234,9 +239,9 @@ _AT_REST = 1e-4
 class Joint(Mask):
     """The mask of an approximate optimum over masks and weights together, of the whole layer.
 
-    A step costs one product (rows, columns)·(columns, columns), and three steps one inverse
+    A step costs one product (rows, columns)·(columns, columns), and fifteen steps one inverse
     (columns, columns); some tens of steps are usual. In addition to the compensation's memory it
-    needs seven tensors of the weight's size and three of the Hessian's, in float32.
+    needs six tensors of the weight's size and three of the Hessian's, in float32.
     """
 
     name: ClassVar[str] = "J"
@@ -247,7 +252,18 @@ class Joint(Mask):
 
         All is scaled to a unit diagonal of H: w·s and H / (s sᵀ) with s = √diag H, so that the
         square of a weight is what removing it alone costs without compensation. Each step sets
-        b = (wH + ρ(d − u))(H + ρI)⁻¹, d = b + u with the smallest removed, and u = b + u − d.
+        b to the minimum of ½(b − w)H(b − w)ᵀ + ½ρ‖b − d + u‖² + ½(σ − ρ)‖b − b₀‖², where b₀ is the
+        previous b, d to b + u with the smallest removed, and u to b + u − d.
+
+        ADMM for a nonconvex constraint need not converge, so this differs from its textbook form in
+        that
+        1. ρ rises until the mask is at rest, from a value small enough to let it change at first;
+        2. it stops by the changes of the mask, not by residuals: d is only needed for its zeros,
+           and the compensation solves for the kept weights afterwards, exactly;
+        3. σ is the middle of several successive ρ, which then share (H + σI)⁻¹: b moves a little
+           less far than by ADMM while ρ < σ, and a little farther while ρ > σ;
+        4. b is computed as the change w − b, which is (ρ(w − d + u) + (σ − ρ)(w − b₀))(H + σI)⁻¹.
+           Since σ(H + σI)⁻¹ has no eigenvalue above 1, it may be rounded to bfloat16, unlike wH.
         """
         del inverse_blocks
         weight, damped = problem.weight, problem.damped
@@ -255,39 +271,62 @@ class Joint(Mask):
             weight, damped = weight.double(), damped.double
         scale = damped.matrix.diagonal().sqrt()
         matrix = damped.matrix / scale[:, None] / scale
-        weight = weight * scale
-        pull = weight @ matrix
+        search = _JointSearch(problem, weight * scale, matrix)
         # b moves along directions of small eigenvalues at little cost, and the first ρ must not
         # hold it back there. The mean of [H⁻¹]_jj (diagonal 1) measures how small they are.
         inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
-        penalty = _FIRST_PENALTY / float(inflation.mean())
+        return _known(search.run(_FIRST_PENALTY / float(inflation.mean())))
 
-        pruned = _smallest(problem, weight)
-        settled, budget = pruned, problem.total(float(pruned.sum()))
-        d = weight * ~pruned
-        u, b, right = torch.zeros_like(weight), torch.empty_like(weight), torch.empty_like(weight)
-        inverse = _inverse(matrix, penalty)
-        # ADMM for a nonconvex constraint: it need not converge, so
-        # 1. ρ rises until the mask is at rest, from a value small enough to let it change at first;
-        # 2. it stops by the changes of the mask, not by residuals: d is only needed for its zeros;
-        # 3. the compensation solves for the kept weights afterwards, exactly.
-        for step in range(1, _MOST + 1):
-            # b = (wH + ρ(d − u))(H + ρI)⁻¹ + u: the weights that the mask is taken from.
-            torch.sub(d, u, out=right).mul_(penalty).add_(pull)
-            torch.mm(right, inverse, out=b).add_(u)
-            pruned = _smallest(problem, b)
+
+class _JointSearch:
+    """The iteration of the mask J for a weight w (rows, columns) and H with a unit diagonal."""
+
+    def __init__(self, problem: Problem, weight: Tensor, matrix: Tensor) -> None:
+        self.problem, self.weight, self.matrix = problem, weight, matrix
+        self.pruned = _smallest(problem, weight)
+        self.d = weight * ~self.pruned
+        self.u, self.change = torch.zeros_like(weight), torch.zeros_like(weight)  # change: w − b
+        rows, columns = weight.shape
+        self.chunks = [slice(0, rows)]
+        if isinstance(problem.pattern, SemiStructured):
+            # Groups lie within a row, so that a few rows, which stay in the cache, take several
+            # steps together. Other patterns rank all rows, of all processes, at each step.
+            parts = split_range(0, rows, max(1, _CACHED // columns))
+            self.chunks = [slice(first, stop) for first, stop in parts]
+        rounds = weight.dtype == torch.float32 and has_bfloat16_units(weight.device)
+        self.product = rounded_product if rounds else full_product
+
+    def run(self, penalty: float) -> Tensor:
+        """Raise the penalty until the mask is at rest: bool (rows, columns), True = removed."""
+        budget = self.problem.total(float(self.pruned.sum()))
+        for step in range(0, _MOST, _STEPS):
+            if step % (_RISES * _STEPS) == 0:
+                center = penalty * _GROWTH ** ((_RISES - 1) / 2)  # σ
+                times_inverse = self.product(_inverse(self.matrix, center).mul_(center))
+            ratio = penalty / center
+            changes = [self._descend(rows, times_inverse, ratio) for rows in self.chunks]
+            changed = self.problem.total(sum(changes))
+            if step + _STEPS >= _FEWEST and changed <= _AT_REST * budget:
+                break
+            penalty *= _GROWTH
+            self.u /= _GROWTH  # u is the multiplier divided by ρ
+            self.problem.progress(f"step {step + _STEPS} of the mask")
+        return self.pruned
+
+    def _descend(self, rows: slice, times_inverse: Product, ratio: float) -> float:
+        """Take the steps of one penalty, ρ/σ = `ratio`; return how many removals have changed."""
+        w, d, u, change = self.weight[rows], self.d[rows], self.u[rows], self.change[rows]
+        b = torch.empty_like(w)
+        for _ in range(_STEPS):
+            torch.sub(w, d, out=b).add_(u).mul_(ratio).add_(change, alpha=1 - ratio)
+            times_inverse(b, change)
+            torch.sub(w, change, out=b).add_(u)  # b + u: the weights that the mask is taken from
+            pruned = _smallest(self.problem, b)
             torch.mul(b, (~pruned).to(b.dtype), out=d)
             torch.sub(b, d, out=u)
-            if step % _STEPS == 0:
-                changed = problem.total(float((pruned ^ settled).sum()))
-                if step >= _FEWEST and changed <= _AT_REST * budget:
-                    break
-                settled = pruned
-                penalty *= _GROWTH
-                u /= _GROWTH  # u is the multiplier divided by ρ
-                inverse = _inverse(matrix, penalty)
-                problem.progress(f"step {step} of the mask")
-        return _known(pruned)
+        changed = float((pruned ^ self.pruned[rows]).sum())
+        self.pruned[rows] = pruned
+        return changed
 
 
 def _inverse(matrix: Tensor, penalty: float) -> Tensor:

@@ -74,6 +74,7 @@ class Problem:
     """
 
     weight: Tensor  # w, (rows, columns), float32 or float64: the dtype to compute in
+    result_dtype: torch.dtype  # that of the layer's weight, to which the solution is cast
     inputs: InputHessian  # the Hessian H of the layer's inputs
     pattern: Pattern
     block_size: int  # number of columns chosen together, from 1 to all

@@ -58,7 +58,7 @@ def prune_weight(
     method: str = "SM",
     block_size: int | None = 128,
     damping: float = 0.01,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     bits: int | None = None,
     group_size: int = 64,
     grid: str | None = None,
@@ -93,7 +93,8 @@ def prune_weight(
         block_size: Number of columns chosen together (the paper's S); None for all.
         damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
             tenfold, with a `NumericalWarning`, while H is not positive definite.
-        tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
+        tolerance: Relative gap to the optimum at which the compensation M stops, > 0. None means
+            1e-6, and 1e-4 for 16-bit weights, whose rounding alone adds about 1e-4 to the loss.
         bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
         group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
         grid: The type of an engine: q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q8_0, iq4_nl or mxfp4

@@ -55,7 +55,7 @@ class Method:
         return self.mask.needs_inverse or self.compensation.needs_inverse
 
 
-def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
+def parse_method(name: str, *, tolerance: float | None = None) -> Method:
     """Return the method of a name, or of a pair MASK+COMPENSATION such as "wanda+M".
 
     `tolerance` concerns the compensation M; the others ignore it.
@@ -105,8 +105,9 @@ class LayerSettings:
     damping: float = 0.01
     """The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to the diagonal."""
 
-    tolerance: float = 1e-6
-    """The relative distance (> 0) to the optimal loss at which the exact compensation M stops."""
+    tolerance: float | None = None
+    """The relative distance (> 0) to the optimal loss at which the exact compensation M stops.
+    `None` means 1e-6, and 1e-4 for 16-bit weights, whose rounding alone costs about 1e-4."""
 
     bits: int | None = None
     """3, 4 or 8: the kept weights are quantised to a grid of this many bits, with a scale for each
@@ -257,6 +258,7 @@ class Recipe:
         share = weight.detach()[processes.share(rows)]
         return Problem(
             weight=share.to(torch.float64 if wide else torch.float32),
+            result_dtype=weight.dtype,
             inputs=inputs,
             pattern=self.pattern,
             block_size=self.columns_together(inputs.columns),

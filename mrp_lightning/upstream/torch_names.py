@@ -46,13 +46,13 @@ def times_changed(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def has_matrix_units() -> bool:
-    """Return whether this CPU has AMX, units that multiply tiles of bfloat16 numbers.
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions that multiply bfloat16 numbers: AVX512-BF16 or AMX.
 
-    Seen in torch 2.13. Replacement: `torch.cpu.get_capabilities()["amx_tile"]`, once the oldest
-    supported torch has it.
+    Seen in torch 2.13. Replacement: `torch.cpu.get_capabilities()`, once the oldest supported torch
+    has it.
     """
-    return torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def float32_precision(setting: tuple[str, str]) -> str:

@@ -20,6 +20,7 @@ COARSE = Grid(2, 5, tuple(range(4)), FLOAT16, "coarse", minimum=True)
 def problem_of(weight, hessian):
     return Problem(
         weight=weight,
+        result_dtype=weight.dtype,
         inputs=InputHessian(hessian),
         pattern=Dense(),
         block_size=weight.shape[1],

@@ -96,6 +96,7 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
     found, _ = on_grid(
         Problem(
             weight=weight,
+            result_dtype=weight.dtype,
             inputs=inputs,
             pattern=Dense() if zero_has_a_code else Unstructured(0.4),
             block_size=150,
