@@ -197,18 +197,21 @@ struct CodedRows {
         _mm512_maskz_permutexvar_epi16(static_cast<uint32_t>(kept >> 32), upper, values));
   }
 
-  MRP_AVX512_CODES void decode(int64_t r, Step* to) const {
+  MRP_AVX512_CODES void decode(int64_t r, Step* to, Ahead& ahead) const {
     const uint8_t* places = weight.places + r * weight.row_bytes;
     const BFloat16* scale = weight.scales + r * weight.groups();
     const uint8_t* v = weight.row(r);
     const __m512 codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
     // So many groups can be read without a look at where the nibbles end.
     const int64_t whole = std::min(weight.columns / GROUP, (weight.end - v) / (GROUP / 2));
+    Ahead fetched = ahead;  // in registers
     for (int64_t group = 0; group < whole; group++, places += 8, to += 2 * TILE_ROWS) {
+      fetched.fetch();
       const uint64_t kept = load_places(places);
       spread(load<false>(v, GROUP), kept, scale + group, codes, to);
       v += (_mm_popcnt_u64(kept) + 1) / 2;
     }
+    ahead = fetched;
     for (int64_t group = whole; group < weight.groups(); group++, places += 8, to += 2 * TILE_ROWS) {
       const int64_t width = std::min(GROUP, weight.columns - group * GROUP);
       const uint64_t kept = kept_columns<Bits>(places, width);
@@ -226,12 +229,15 @@ struct CodedRows {
     }
   }
 
-  // What is read for the rows from `begin` to `end`, in so many strides.
-  void ahead(int64_t begin, int64_t end, int64_t strides, Ahead (&ranges)[2]) const {
+  // The nibbles of the rows from `begin` to `end`, of which half are thought to be kept.
+  Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
     const uint8_t* last = weight.row(end - 1);
-    last += std::min(weight.columns / 4, weight.end - last);
-    ranges[0] = Ahead(weight.row(begin), last, strides);
-    ranges[1] = Ahead(
+    return Ahead(
+        weight.row(begin), last + std::min(weight.columns / 4, weight.end - last), strides);
+  }
+
+  Ahead places_ahead(int64_t begin, int64_t end, int64_t strides) const {
+    return Ahead(
         weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
   }
 };

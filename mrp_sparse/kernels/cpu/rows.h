@@ -187,10 +187,9 @@ MRP_AVX512 inline __m512i expand_carefully(
 
 // 32 columns of a row, with 32 values to be read from v on.
 MRP_AVX512 inline __m512i expand(const BFloat16*& v, uint32_t kept) {
-  __m512i values = _mm512_loadu_si512(v);
-  asm("" : "+v"(values));  // Zen 4 takes twice as long where the instruction loads them itself
+  const __m512i spread = _mm512_maskz_expand_epi16(kept, _mm512_loadu_si512(v));
   v += _mm_popcnt_u32(kept);
-  return _mm512_maskz_expand_epi16(kept, values);
+  return spread;
 }
 
 // The products of one row with `Tokens` tokens that are `columns` apart.
