@@ -55,7 +55,7 @@ def main(args: list[str]) -> None:
     Raises:
         OptionError: Options contradict each other or are missing; before anything is loaded.
     """
-    parser = _parser()
+    parser = _parser(args)
     options = parser.parse_args(args)
     with parser.options_in_messages():
         settings = _settings(options)
@@ -192,18 +192,34 @@ _HELP = {
     "ignore": "layers to leave dense, such as down_proj or layers.0",
     "targets": "layers to prune (default: all in the blocks but routers)",
     "skip_indivisible": "leave layers dense whose columns the pattern does not divide",
+    "allocation": "uniform (default), or output: a lower sparsity where more is lost",
     "structure": "neurons, heads or experts: remove these whole, --sparsity of them",
 }
-"""Short help on common settings; the others show their docstrings."""
+"""Short help on common settings; the others show the first sentence of their docstrings."""
 
 
-def _add_settings(parser: Any) -> None:
+def _first_sentences() -> dict[str, str]:
+    """Return the first sentence on each of the `Settings`, with its default if it is a value."""
+    from docstring_parser import parse_from_object  # reads and parses source files
+
+    sentences = {}
+    for kind in reversed(Settings.__mro__[:-1]):
+        for parameter in parse_from_object(kind).params:
+            text = " ".join((parameter.description or "").split()).partition(". ")[0].rstrip(".")
+            default = getattr(Settings, parameter.arg_name, None)
+            shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
+            sentences[parameter.arg_name] = f"{text}{shown}".replace("%", "%%")
+    return sentences
+
+
+def _add_settings(parser: Any, *, with_help: bool) -> None:
     """Add an option without default for each of the `Settings`."""
-    hints = get_type_hints(Settings)
+    hints, texts = get_type_hints(Settings), _first_sentences() if with_help else {}
+    texts |= _HELP
     shown = parser.add_argument_group("what is done, as `Settings` documents it")
     for name in sorted(_SETTINGS, key=lambda name: name not in _HELP):
         kinds = {*(get_args(hints[name]) or [hints[name]])}
-        option, text = f"--{name.replace('_', '-')}", _HELP.get(name, "see the documentation")
+        option, text = f"--{name.replace('_', '-')}", texts.get(name)
         if bool in kinds:
             shown.add_argument(option, action="store_true", default=None, help=text)
         elif any(get_origin(kind) is not None for kind in kinds):
@@ -213,7 +229,7 @@ def _add_settings(parser: Any) -> None:
             shown.add_argument(option, type=kind, help=text)
 
 
-def _parser() -> Any:
+def _parser(args: Sequence[str] = ()) -> Any:
     parser = make_parser("mrp-lightning prune", _DESCRIPTION)
     parser.spellings = _SPELLINGS
     add_model_options(parser)
@@ -221,7 +237,7 @@ def _parser() -> Any:
     text = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "
     text += "also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=text)
-    _add_settings(parser)
+    _add_settings(parser, with_help=not {"-h", "--help"}.isdisjoint(args))
     group = parser.add_argument_group("text")
     text = "files, directories or wildcards to calibrate on, or - for standard input, of which a "
     text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "

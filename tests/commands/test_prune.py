@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from mrp_lightning.commands.comparison import _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
 from mrp_lightning.loop import pruned_module
+from mrp_lightning.pruning.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -134,6 +136,12 @@ def test_a_recipe_is_shown_as_what_it_is():
     settings = _settings(_parser().parse_args(["model", "--recipe=best_4bit", "--pattern= 3 : 4"]))
     assert settings.config()["pattern"] == "3:4"
     assert (_amount(settings), _method(settings)) == ("3:4+4bit", "JM, dense target, tuned")
+
+
+def test_help_has_a_text_on_each_setting():
+    texts = {action.dest: action.help for action in _parser(["--help"])._actions}
+    assert all(texts[field.name] for field in fields(Settings) if field.init)
+    assert texts["damping"].endswith("is added to the diagonal (default: 0.01)")
 
 
 def test_recipes_are_those_of_the_files():
