@@ -84,6 +84,8 @@ class KeepSparsity(Callback):
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
+        # Zero gradients are not enough: a resumed optimizer may hold moments of removed weights,
+        # and some optimizers, such as Muon, mix the entries of a matrix.
         for parameter, pruned in self._pruned:
             parameter.masked_fill_(pruned, 0)
 

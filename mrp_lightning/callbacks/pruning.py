@@ -141,6 +141,7 @@ class PruningCallback(Callback):
         run = self._run
         if run is None or not (batches := run.num_batches()):
             return
+        # The module gets its own methods back first, since pruning calls its forward.
         self._end_run()
         try:
             with run.prune(batches) as pruned:

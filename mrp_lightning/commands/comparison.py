@@ -70,6 +70,8 @@ def prune_and_compare(
     """
     require_accelerator(accelerator)
     data = _data(text)
+    # Each step needs the one before: the plan needs the model, the estimate of the time needs the
+    # speed of the first evaluation, and only then hours of work begin.
     with quiet_lightning():
         console.print(f"Loading {source['model']} …")
         model = CausalLM(**source)

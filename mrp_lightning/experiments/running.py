@@ -131,6 +131,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
         incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
         _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
+    # One trial for each model and varied option: trials that differ otherwise read the same files.
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
         TextDataModule(**configure(trial, sweep).config.data.as_dict())  # refuses missing files
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
@@ -193,6 +194,8 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
         device = cli.trainer.strategy.root_device
         zeroshot = _zeroshot(cli, tasks) if tasks else None
     record(directory, zeroshot=zeroshot)
+    # A run is finished if this file is there, so it is the last. The journal outlives it for a
+    # moment: a run that dies before is resumed, not repeated.
     FinishedTrial(trial, machine(device), config).save(directory)
     remove_journal(directory)
 

@@ -169,8 +169,11 @@ class Settings(LayerSettings):
                 "`targets` is empty, so nothing would be pruned. Name layers, such as `q_proj`, or "
                 "leave it out: then all layers in the blocks are pruned."
             )
+        # One form of each value, so that equal settings have equal configs, on which the
+        # fingerprint of a run depends: a name is a list of one, and no names are None.
         for name in _NAMES:
             object.__setattr__(self, name, as_patterns(getattr(self, name)) or None)
+        # Before the recipe is parsed, whose errors would be about patterns: a structure takes none.
         if self.structure is not None:
             self._check_structure()
         recipe = Recipe.parse(self, leaves_zeros=self.structure is None)
@@ -306,6 +309,7 @@ class Settings(LayerSettings):
                 "model. Name them in `blocks`, or leave this out."
             )
 
+    # Readers of a report need no defaults of the version that wrote it: all settings are in it.
     def config(self) -> dict[str, Any]:
         """Return the settings as plain values, for reports; `from_config` is the inverse."""
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
