@@ -11,11 +11,13 @@ import torch
 from export.backends import why_not_here, why_not_storable
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
 from export.conversion.compressed import (
-    LAYOUTS,
+    Compressed,
     check_compressed,
     choose_compressed,
     write_compressed,
 )
+from export.conversion.integer_layouts import LAYOUTS
+from export.conversion.loading_check import load_with_transformers
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.writing import (
@@ -31,6 +33,7 @@ from mrp_lightning.devices import device_named
 from mrp_lightning.errors import counted
 from mrp_lightning.files import output_path
 from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.targets.blocks import listed
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
@@ -158,22 +161,37 @@ def compress(options: PackingOptions) -> Path:
         if options.check_only:
             if out.is_dir():
                 check_compressed(source, out, compressed)
+                load_with_transformers(source, out, compressed)
             return out
         with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
             written = write_compressed(source, staging, compressed)
             for _ in track(written, len(compressed.layers), "writing layers"):
                 pass
             check_compressed(source, staging, compressed)
+            loaded = load_with_transformers(source, staging, compressed)
             num_bytes = open_checkpoint(staging).num_bytes
-    groups = "a row" if compressed.group_size < 0 else f"{compressed.group_size} columns"
     sys.stdout.write(
-        f"{counted(len(compressed.layers), 'layer')} in {compressed.bits} bits, with a scale for "
-        f"{groups}; each weight is read back to the bit.\n"
-        f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. vLLM, SGLang and, with the "
-        f"package {layout.package}, transformers load it.\n"
-        f"Written to {out}\n"
+        _summary(compressed, loaded)
+        + f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. Written to {out}\n"
     )
     return out
+
+
+def _summary(compressed: Compressed, loaded: str) -> str:
+    """Return the number of packed layers, those that stay dense, and who was tried."""
+    size = compressed.integers.group_size
+    groups = "a row" if size < 0 else f"{size} columns"
+    lines = [
+        f"{counted(len(compressed.layers), 'layer')} in {compressed.integers.bits} "
+        f"bits, with a scale for {groups}; each weight is read back to the bit."
+    ]
+    if compressed.left:
+        lines += [
+            f"{counted(len(compressed.left), 'pruned layer')} with {compressed.left_weights:,} "
+            f"weights stay in 16 bits:\n{listed(compressed.left)}"
+        ]
+    lines += [f"{loaded} vLLM and SGLang, which read this format, were not tried here."]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _check_options(options: PackingOptions, device: torch.device) -> None:

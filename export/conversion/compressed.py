@@ -1,28 +1,29 @@
 """Write a pruning with bits as integers that vLLM and SGLang run: compressed-tensors, or GPTQ.
 
-Each weight is stored as integers of 4 or 8 bits, eight or four in an int32, with a scale for each
-row and group of columns. The export is lossless: a checkpoint whose weights
-are not on such a grid raises, and the written files are read back and compared bit by bit.
+The export is lossless: a checkpoint whose weights are not on such a grid raises, the written files
+are read back and compared bit by bit, and transformers loads them if the package is installed.
+Experts are packed one by one where engines read them so, and stay dense and named otherwise.
 """
 
-import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
-from export.conversion.selection import Claims, LayerChoice
+from export.conversion.integer_layouts import IntegerLayout, Integers
+from export.conversion.selection import Claim, Claims, LayerChoice
 from export.conversion.writing import write_converted
 from mrp_ground.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.errors import OptionError, ParityError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
-from mrp_lightning.targets.blocks import matches, require_matches
+from mrp_lightning.targets.blocks import listed, matches, require_matches
+from mrp_lightning.targets.layers import Expert, Layer, layers_of
 
 _GROUPS = (128, 64, 32)
 """The group sizes that engines' kernels support, largest first; a whole row is another."""
@@ -35,147 +36,24 @@ class Compressed:
 
     Attributes:
         layout: The tensors of a layer.
-        layers: The layers whose weights are packed.
-        bits: Bits of a weight: 4 or 8.
-        group_size: Columns that share a scale; −1 for all of a row.
-        ignored: The names of the other linear layers.
-        known: The grid parameters that the pruning kept, by the names of layers.
+        layers: The matrices of the files that are packed.
+        integers: The codes, and the modules that stay dense.
+        left: The reasons why pruned layers stay dense, by name, but for those of `--skip`.
+        left_weights: The number of weights in these.
+        known: The grid parameters that the pruning kept, by the names of packed matrices.
     """
 
-    layout: "IntegerLayout"
+    layout: IntegerLayout
     layers: Sequence[LayerChoice]
-    bits: int
-    group_size: int
-    ignored: Sequence[str]
+    integers: Integers
+    left: Mapping[str, str]
+    left_weights: int
     known: Mapping[str, GridParameters]
 
     def grid(self, shape: tuple[int, int], dtype: torch.dtype) -> Grid:
         """Return the grid of a layer."""
-        return _grid(self.bits, self.group_size, shape[1], self.layout.scale_type(dtype))
-
-
-class IntegerLayout(ABC):
-    """The tensors of a layer of integers, and the configuration by which engines find them."""
-
-    name: str  # on the command line
-    package: str  # with which transformers loads it
-
-    @abstractmethod
-    def settings(self, chosen: Compressed) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint."""
-
-    @abstractmethod
-    def store(self, codes: Tensor, scales: Tensor, bits: int, width: int) -> dict[str, Tensor]:
-        """Return the tensors of a layer by their names in it.
-
-        Args:
-            codes: (rows, columns), from −2^(bits − 1).
-            scales: (rows, groups), in the dtype of the weight.
-            bits: The bits of a code.
-            width: The number of columns that share a scale.
-        """
-
-    @abstractmethod
-    def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of the tensors of a layer, as of `store`."""
-
-    def scale_type(self, dtype: torch.dtype) -> ScaleType:
-        """Return the numbers that the scales of a weight can be: those of its dtype."""
-        return ScaleType(1 - int(math.log2(torch.finfo(dtype).eps)))
-
-    def why_not(self, shape: tuple[int, int], bits: int) -> str | None:  # noqa: ARG002
-        """Return why the layout cannot hold a weight, `None` if it can."""
-        return None
-
-
-class PackQuantized(IntegerLayout):
-    """compressed-tensors' `pack-quantized`: the codes of a row are packed along its columns."""
-
-    name = package = "compressed-tensors"
-
-    def settings(self, chosen: Compressed) -> dict[str, Any]:
-        """Return one scheme for all linear layers but the ignored ones."""
-        strategy = {"strategy": "channel"}
-        if chosen.group_size > 0:
-            strategy = {"strategy": "group", "group_size": chosen.group_size}  # type: ignore[dict-item]
-        weights = {"num_bits": chosen.bits, "type": "int", "symmetric": True, "dynamic": False}
-        scheme = {"targets": ["Linear"], "weights": weights | strategy, "format": "pack-quantized"}
-        return {
-            "quant_method": self.name,
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": scheme},
-            "ignore": list(chosen.ignored),
-        }
-
-    def store(self, codes: Tensor, scales: Tensor, bits: int, width: int) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return the packed codes, the scales and the shape."""
-        shape = torch.tensor(codes.shape)
-        return {
-            "weight_packed": _pack(codes, bits),
-            "weight_scale": scales,
-            "weight_shape": shape,
-        }
-
-    def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
-        """Unpack the codes."""
-        return _unpack(stored["weight_packed"], bits), stored["weight_scale"]
-
-
-class Gptq(IntegerLayout):
-    """GPTQ's layout, version 1: transposed, and the codes of a column of the file are packed.
-
-    Zero points are stored less one, and those of symmetric codes are 2^(bits − 1): the code −1 of
-    `_pack`. Scales are float16 whatever the model's dtype, so that weights whose scales it does not
-    hold are refused as off the grid.
-    """
-
-    name, package = "gptq", "gptqmodel"
-
-    def settings(self, chosen: Compressed) -> dict[str, Any]:
-        """Return the settings of all linear layers but the head, and name the layers left dense."""
-        left_dense: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in chosen.ignored}
-        return {
-            "quant_method": self.name,
-            "checkpoint_format": "gptq",
-            "bits": chosen.bits,
-            "group_size": chosen.group_size,
-            "sym": True,
-            "desc_act": False,
-            "lm_head": False,
-            "dynamic": left_dense,
-        }
-
-    def store(self, codes: Tensor, scales: Tensor, bits: int, width: int) -> dict[str, Tensor]:
-        """Return codes, zero points and scales, and the group of each column."""
-        return {
-            "qweight": _pack(codes, bits).T.contiguous(),
-            "qzeros": _pack(torch.full_like(scales.T, -1, dtype=torch.int64), bits),
-            "scales": scales.T.to(torch.float16).contiguous(),
-            "g_idx": (torch.arange(codes.shape[1]) // width).to(torch.int32),
-        }
-
-    def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
-        """Unpack the codes, and subtract the zero points plus one."""
-        zeros = _unpack(stored["qzeros"], bits).T + 1
-        codes = _unpack(stored["qweight"].T, bits)
-        return codes - zeros[:, stored["g_idx"].long()], stored["scales"].T
-
-    def scale_type(self, dtype: torch.dtype) -> ScaleType:
-        """Return the numbers that both the dtype of the weight and float16 hold."""
-        significant = min(11, super().scale_type(dtype).significant)
-        return ScaleType(significant, 2.0**-24, 2.0**15)
-
-    def why_not(self, shape: tuple[int, int], bits: int) -> str | None:
-        """Return whether rows or columns leave a word incomplete."""
-        each = 32 // bits
-        if shape[0] % each == shape[1] % each == 0:
-            return None
-        return f"its shape {shape[0]} × {shape[1]} is not in multiples of {each}"
-
-
-LAYOUTS = {layout.name: layout for layout in (PackQuantized(), Gptq())}
-"""The layouts by the format on the command line."""
+        scales = self.layout.scale_type(dtype)
+        return _grid(self.integers.bits, self.integers.group_size, shape[1], scales)
 
 
 def choose_compressed(
@@ -194,11 +72,37 @@ def choose_compressed(
 
     Raises:
         OptionError: The module is the user's own.
-        PatternError: The run had no bits, or weights are not on such a grid. The message lists all
-            layers.
+        PatternError: The run had no bits, or weights are not on such a grid, or no layer is of a
+            kind that engines read. The message lists all layers.
         TargetError: A pattern in `skip` matches nothing.
         FormatError: The checkpoint is quantized already or damaged.
     """
+    grid, claims = _claims_of(checkpoint, layout)
+    model = build_without_weights(checkpoint.pretrained_config())
+    search = _Search.of(model, claims, skip, layout, grid.group_size, checkpoint.grid_parameters())
+    tensors = track(checkpoint.parameters(model), checkpoint.num_tensors, "finding codes")
+    for stored, parameter, is_converted, tensor in tensors:
+        search.examine(stored, parameter, is_converted, tensor)
+    left = search.left
+    if search.misfits:
+        raise PatternError(
+            f"{checkpoint.path} cannot be stored as {layout.name} without loss. Prune with "
+            "`grid: int4-g32`, int4-g64, int4-g128 or with `bits`, or leave layers dense with "
+            f"--skip:\n{listed(search.misfits)}"
+        )
+    if not search.packed:
+        raise PatternError(
+            f"{checkpoint.path} has no layer that engines read as {layout.name}. Serve it with "
+            "transformers as it is, or with llama.cpp (`mrp-lightning gguf --like`):\n"
+            f"{listed(left)}"
+        )
+    integers = Integers(search.bits, search.group_size, search.dense, list(search.dense_experts))
+    weights = sum(search.layers[name].weight.numel() for name in left)
+    return Compressed(layout, search.packed, integers, left, weights, search.chosen)
+
+
+def _claims_of(checkpoint: Checkpoint, layout: IntegerLayout) -> tuple[Grid, Mapping[str, Claim]]:
+    """Return the grid and the layers that the report of a pruning with bits lists."""
     path = checkpoint.path
     if not checkpoint.config:
         raise OptionError(f"`--format {layout.name}` is for transformers models; got {path}.")
@@ -209,47 +113,156 @@ def choose_compressed(
             f"`--format {layout.name}` stores weights of few bits, and {path} has no report of a "
             "pruning with `bits` or `grid`. Prune it with `bits: 4` and `group_size: 32`."
         )
-    model = build_without_weights(checkpoint.pretrained_config())
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    require_matches("--skip", skip, list(linear))
-    expected = {
-        name
-        for name in claims.layers
-        if name in linear and not any(matches(name, pattern) for pattern in skip)
-    }
-    modules = [linear[name] for name in expected]
-    group_size, misfits = _group_size(layout, claims.grid.group_size, modules), {}
-    layers, bits, known = [], _BITS[0], checkpoint.grid_parameters()
-    tensors = track(checkpoint.parameters(model), checkpoint.num_tensors, "finding codes")
-    for stored, parameter, is_converted, tensor in tensors:
-        name, _, kind = parameter.rpartition(".")
-        if kind != "weight" or name not in expected or is_converted or tensor.ndim != 2:
-            continue
+    return claims.grid, claims.layers
+
+
+_EXPERT = re.compile(r"\.(\d+)\.[^.]+$")
+"""The number of an expert and the name of its matrix, at the end of a name in the files."""
+
+
+@dataclass
+class _Search:
+    """The search for the codes of a checkpoint, matrix by matrix of its files.
+
+    All layers of a file have the same bits: a layer off the 4-bit grid makes it 8 for all, since
+    codes of 4 bits are codes of 8 bits, too.
+
+    Attributes:
+        layout: The layout of the codes.
+        layers: All layers of the model, by name.
+        wanted: The names of the pruned layers that are not left out.
+        group_size: Columns that share a scale; −1 for all of a row.
+        known: The grid parameters that the pruning kept, by the names of layers.
+        linear: The names of the model's linear modules.
+        tables: The names of its embeddings, which no configuration names.
+        bits: Bits of a weight: 4 or 8.
+        packed: The matrices that are packed.
+        chosen: The grid parameters of these, by their names.
+        misfits: Why matrices are not on the grid, by name.
+        found: The layers of which a matrix is packed.
+        named: The modules of the other matrices, by their names in the model and in the files.
+        dense_experts: Likewise the modules of experts.
+    """
+
+    layout: IntegerLayout
+    layers: Mapping[str, Layer]
+    wanted: Set[str]
+    group_size: int
+    known: Mapping[str, GridParameters]
+    linear: Sequence[str]
+    tables: Set[str]
+    bits: int = _BITS[0]
+    packed: list[LayerChoice] = field(default_factory=list)
+    chosen: dict[str, GridParameters] = field(default_factory=dict)
+    misfits: dict[str, str] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)
+    named: dict[str, None] = field(default_factory=dict)
+    dense_experts: dict[str, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        claims: Mapping[str, Claim],
+        skip: Sequence[str],
+        layout: IntegerLayout,
+        group_size: int,
+        known: Mapping[str, GridParameters],
+    ) -> "_Search":
+        """Begin the search in a model without weights."""
+        modules = dict(model.named_modules())
+        layers = {each.name: each for name, m in modules.items() for each in layers_of(name, m)}
+        require_matches("--skip", skip, list(layers))
+        wanted = {
+            name
+            for name in claims
+            if name in layers and not any(matches(name, pattern) for pattern in skip)
+        }
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+        tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+        search = cls(layout, layers, wanted, -1, known, linear, tables)
+        widths = [layers[n].weight.shape[1] for n in wanted if search.why_dense(n) is None]
+        if widths:
+            search.group_size = _group_size(layout, group_size, widths)
+        return search
+
+    @cached_property
+    def stacks(self) -> dict[str, Expert]:
+        """An expert for each parameter in which experts are stacked, by the parameter's name."""
+        experts = [layer for layer in self.layers.values() if isinstance(layer, Expert)]
+        return {layer.parameter_name: layer for layer in experts}
+
+    @cached_property
+    def partly(self) -> set[str]:
+        """The modules of which some experts are not packed; engines need one format for all."""
+        experts = [layer for layer in self.layers.values() if isinstance(layer, Expert)]
+        return {layer.owner for layer in experts if layer.name not in self.wanted}
+
+    @property
+    def dense(self) -> list[str]:
+        """The modules that stay dense, but for experts."""
+        return [
+            name for name in dict.fromkeys([*self.linear, *self.named]) if name not in self.found
+        ]
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The reasons why pruned layers stay dense, by name."""
+        nowhere = "the files hold no matrix of its own for it"
+        return {name: self.why_dense(name) or nowhere for name in sorted(self.wanted - self.found)}
+
+    def why_dense(self, name: str) -> str | None:
+        """Return why a pruned layer cannot be packed, whatever its weight; `None` if it can."""
+        layer = self.layers[name]
+        if isinstance(layer, Expert):
+            if not self.layout.packs_experts:
+                return f"it is an expert, which is not packed as {self.layout.name} here"
+            if layer.owner in self.partly:
+                return "it is an expert, and others of its block stay dense"
+        elif not isinstance(layer.module, nn.Linear):
+            kind = type(layer.module).__name__
+            return f"it is a {kind}, and engines read nn.Linear alone in this format"
+        return None
+
+    def examine(self, stored: str, parameter: str, is_converted: bool, tensor: Tensor) -> None:
+        """Note a tensor of the files: its codes if it is packed, else the name of its module."""
+        start, _, kind = stored.rpartition(".")
+        name = parameter.rpartition(".")[0]
+        if (stack := self.stacks.get(parameter)) is not None:
+            expert = _EXPERT.search(start) if is_converted else None  # else one tensor for all
+            owner = start if expert is None else start[: expert.start()]
+            name = "" if expert is None else f"{stack.owner}.{expert[1]}.{stack.stack}"
+            if name not in self.wanted or self.why_dense(name) is not None:
+                self.dense_experts |= dict.fromkeys((stack.owner, owner))
+                return
+        elif is_converted or name not in self.wanted or self.why_dense(name) is not None:
+            if kind == "weight" and tensor.ndim == 2 and name not in self.tables:
+                self.named |= dict.fromkeys((name, start))
+            return
+        if kind == "weight" and tensor.ndim == 2:
+            self.found.add(name)
+            self._find_codes(start if stack else name, name, stored, tensor)
+
+    def _find_codes(self, name: str, layer: str, stored: str, tensor: Tensor) -> None:
+        """Note a matrix to pack, with the reason if it cannot be packed without loss."""
         shape = (tensor.shape[0], tensor.shape[1])
-        # All layers of a file have the same bits: a layer off the 4-bit grid makes it 8 for all.
-        # Codes of earlier layers are codes of 8 bits, too.
-        scales, of_layer = layout.scale_type(tensor.dtype), known.get(name)
-        while (off := _off(tensor, bits, group_size, scales, of_layer)) and bits < _BITS[-1]:
-            bits = _BITS[-1]
+        scales = self.layout.scale_type(tensor.dtype)
+        grid = partial(_grid, group_size=self.group_size, columns=shape[1], scales=scales)
+        parameters = _of_matrix(self.known.get(layer), tensor, grid(self.bits))
+        if parameters is not None:
+            self.chosen[name] = parameters
+        while (off := _off(tensor, grid(self.bits), parameters)) and self.bits < _BITS[-1]:
+            self.bits = _BITS[-1]
         if off:
             # Products that were rounded to bfloat16 are off the grid in a wider dtype.
             wider = tensor.itemsize > 2 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
             rounded = (
                 f"; it was pruned as bfloat16 and is stored as {tensor.dtype}: leave out `dtype`"
             )
-            misfits[name] = off + rounded * wider
-        elif reason := layout.why_not(shape, bits):
-            misfits[name] = reason
-        layers.append(LayerChoice(name, stored, shape, tensor.dtype))
-    if misfits or not layers:
-        listed = "\n".join(f"  {name}: {reason}" for name, reason in misfits.items())
-        raise PatternError(
-            f"{path} cannot be stored as {layout.name} without loss. Prune with `grid: int4-g32`, "
-            f"int4-g64, int4-g128 or with `bits`, or leave layers dense with --skip:\n{listed}"
-        )
-    packed = {layer.name for layer in layers}
-    ignored = [name for name in linear if name not in packed]
-    return Compressed(layout, layers, bits, group_size, ignored, known)
+            self.misfits[name] = off + rounded * wider
+        elif reason := self.layout.why_not(shape, self.bits):
+            self.misfits[name] = reason
+        self.packed.append(LayerChoice(name, stored, shape, tensor.dtype))
 
 
 def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> Iterator[str]:
@@ -259,11 +272,11 @@ def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
         grid = chosen.grid(layer.shape, layer.dtype)
         codes, scales = grid.decompose(tensor, chosen.known.get(layer.name))
         scales = scales.to(tensor.dtype)
-        stored = chosen.layout.store(codes, scales, chosen.bits, grid.group_size)
+        stored = chosen.layout.store(codes, scales, chosen.integers.bits, grid.group_size)
         start = layer.tensor.removesuffix("weight")
         return {f"{start}{name}": each for name, each in stored.items()}
 
-    settings = chosen.layout.settings(chosen)
+    settings = chosen.layout.settings(chosen.integers)
     yield from write_converted(source, directory, chosen.layers, convert, settings)
 
 
@@ -281,12 +294,8 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
             other = written.get(name)
         else:
             start = layer.tensor.removesuffix("weight")
-            stored = {
-                key.removeprefix(start): each
-                for key, each in written.items()
-                if key.startswith(start)
-            }
-            codes, scales = chosen.layout.read(stored, chosen.bits)
+            stored = {key: written[f"{start}{key}"] for key in chosen.layout.tensors}
+            codes, scales = chosen.layout.read(stored, chosen.integers.bits)
             width = chosen.grid(layer.shape, layer.dtype).group_size
             # As engines do: codes in the model's dtype, multiplied with one rounding.
             scales = scales.to(tensor.dtype)
@@ -300,14 +309,20 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
         )
 
 
-def _group_size(layout: IntegerLayout, size: int, layers: Sequence[nn.Linear]) -> int:
-    """Return the largest supported group size that divides a run's groups, −1 for whole rows."""
-    if layers and all(layer.in_features <= size for layer in layers):
+def _group_size(layout: IntegerLayout, size: int, columns: Sequence[int]) -> int:
+    """Return the largest supported group size that divides a run's groups, −1 for whole rows.
+
+    Args:
+        layout: The layout of the codes.
+        size: The group size of the run.
+        columns: The number of columns of each layer to pack; at least one.
+    """
+    if all(each <= size for each in columns):
         return -1
     for group in _GROUPS:
-        if size % group == 0 and all(layer.in_features % group == 0 for layer in layers):
+        if size % group == 0 and all(each % group == 0 for each in columns):
             return group
-    widths = ", ".join(map(str, sorted({layer.in_features for layer in layers})))
+    widths = ", ".join(map(str, sorted(set(columns))))
     raise PatternError(
         f"`--format {layout.name}` has groups of 32, 64 or 128 columns, and this run `group_size` "
         f"{size} with layers of {widths} columns. Prune with `group_size: 32`."
@@ -320,32 +335,16 @@ def _grid(bits: int, group_size: int, columns: int, scales: ScaleType) -> Grid:
     return Grid(bits, size, codebook, scales, f"int{bits}-g{size}")
 
 
-def _off(
-    weight: Tensor,
-    bits: int,
-    group_size: int,
-    scales: ScaleType,
-    known: GridParameters | None,
-) -> str | None:
-    """Return how many groups of a weight are off the grid of `bits` bits; None if all are on it."""
-    grid = _grid(bits, group_size, weight.shape[1], scales)
+def _of_matrix(known: GridParameters | None, matrix: Tensor, grid: Grid) -> GridParameters | None:
+    """Return the parameters of a matrix, of which a layer may hold several below one another."""
+    if known is None or len(known.scales) == len(matrix):
+        return known
+    parts = known.split([len(matrix)] * (len(known.scales) // len(matrix)))
+    return next((part for part in parts if grid.codes_of(matrix, part) is not None), None)
+
+
+def _off(weight: Tensor, grid: Grid, known: GridParameters | None) -> str | None:
+    """Return how many groups of a weight are off a grid; None if all are on it."""
     fits = grid.fit(weight, known)[2]
     missing = int((~fits).sum())
     return f"{missing} of {fits.numel()} groups are no multiples of a scale" if missing else None
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (rows, columns) from −2^(bits − 1) as int32 (rows, columns·bits/32)."""
-    each = 32 // bits
-    columns = codes.shape[1]
-    padded = torch.zeros(len(codes), -(-columns // each) * each, dtype=torch.int64)
-    padded[:, :columns] = codes.long() + (1 << (bits - 1))
-    words = (padded.unflatten(1, (-1, each)) << (torch.arange(each) * bits)).sum(2)
-    return (words - ((words >> 31) << 32)).to(torch.int32)  # the same bits, with a sign
-
-
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the codes of `_pack`, int64 (rows, columns)."""
-    shifts = torch.arange(32 // bits) * bits
-    fields = (words.long()[:, :, None] >> shifts) & ((1 << bits) - 1)
-    return fields.flatten(1) - (1 << (bits - 1))

@@ -290,7 +290,7 @@ def check_parity(
         for error in parity.operators
         if not error.passes
     ]
-    if not parity.failures and model is not None and _predicts_tokens(model):
+    if not parity.failures and model is not None and predicts_tokens(model):
         windows, origin = _text_windows(source, model, text)
         compare = functools.partial(
             compare_text, windows=windows, origin=origin, device=device, track=track
@@ -428,7 +428,7 @@ def _errors_at(
         yield OperatorError(name, float(packed.max()), float(rounded.max()), bit_equal)
 
 
-def _predicts_tokens(model: PreTrainedModel) -> bool:
+def predicts_tokens(model: PreTrainedModel) -> bool:
     """Return whether transformers lists a model's class among those that predict the next token."""
     kinds = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
     return type(model) in (kinds if isinstance(kinds, tuple) else (kinds,))
