@@ -43,7 +43,7 @@ def convert(options: Namespace) -> Path:
     with extra("gguf", "Writing a GGUF file"):
         from export.conversion.gguf_file import write_gguf
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
-    from export.conversion.selection import Claims
+    from export.conversion.claims import Claims
     from mrp_lightning.models.gguf import find_gguf
     from mrp_lightning.records.grid_file import NAME as PARAMETERS
 

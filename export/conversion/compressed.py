@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
+from export.conversion.claims import Claim, Claims
 from export.conversion.integer_layouts import IntegerLayout, Integers
-from export.conversion.selection import Claim, Claims, LayerChoice
+from export.conversion.selection import LayerChoice
 from export.conversion.writing import write_converted
 from mrp_ground.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.errors import OptionError, ParityError, PatternError

@@ -306,7 +306,7 @@ def _uncompared(config: PreTrainedConfig, source: PreTrainedConfig, like: Path) 
         field.name: getattr(config, field.name)
         for field in fields(config)
         if field.name not in known | {"architectures", "ffn_dim", "n_inner"}
-        and getattr(config, field.name) != getattr(source, field.name, None)
+        and not _equal(getattr(source, field.name, None), getattr(config, field.name))
     }
     if refused := [
         *(f"`{name}` {value!r}" for name, value in different.items() if _ACTIVATION in name),

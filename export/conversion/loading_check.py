@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.compressed import Compressed
-from export.conversion.parity import compare_text, predicts_tokens, text_failures
+from export.conversion.text_parity import compare_text, predicts_tokens, text_failures
 from mrp_lightning.errors import ParityError, first_line
 from mrp_lightning.models.checkpoint import longest_sequence, model_class
 

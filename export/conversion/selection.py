@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +21,14 @@ from export.conversion.checkpoint import (
     silently,
     weight_file,
 )
+from export.conversion.claims import Claim, Claims
 from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.files import OTHER_WEIGHTS
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
@@ -37,94 +37,6 @@ from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.packed_linear import is_packable
-
-_ROUNDING = 1e-6
-"""The tolerance of a report's `sparsity`, which is a mean in float32."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The claim of a report about a pruned layer.
-
-    Attributes:
-        sparsity: The least fraction of zero weights; 0 if nothing is claimed.
-        pattern: The N:M pattern of each group, if there is one.
-    """
-
-    sparsity: float
-    pattern: SemiStructured | None
-
-    def breach(self, weight: Tensor) -> str | None:
-        """Return how a weight (rows, columns) violates the claim; `None` if it does not."""
-        kept = weight != 0
-        rows, columns = kept.shape
-        if self.pattern is not None:
-            return _broken_group(kept, self.pattern)
-        expected = (1 - self.sparsity + _ROUNDING) * rows * columns
-        count = int(kept.sum())
-        if count <= expected:
-            return None
-        in_rows = kept.sum(dim=1)
-        row = int(in_rows.argmax())
-        return (
-            f"{1 - count / (rows * columns):.1%} of it is zero, expected {self.sparsity:.1%}; row "
-            f"{row} has the fewest zeros, {columns - int(in_rows[row])} of {columns}"
-        )
-
-
-def _broken_group(kept: Tensor, pattern: SemiStructured) -> str | None:
-    """Return the first group of bool `kept` (rows, columns) with too many weights, or `None`."""
-    group = pattern.group
-    if not pattern.divides(kept.shape[1]):
-        return f"its {kept.shape[1]} columns do not split into groups of {group}"
-    counts = kept.unflatten(1, (-1, group)).sum(dim=2)
-    broken = (counts > pattern.kept).nonzero()
-    if not len(broken):
-        return None
-    row, index = (int(i) for i in broken[0])
-    return (
-        f"{len(broken)} of {counts.numel()} groups are not {pattern}, the first in row {row}, "
-        f"columns {group * index} to {group * (index + 1) - 1}: {int(counts[row, index])} of "
-        f"{group} are not zero"
-    )
-
-
-@dataclass(frozen=True)
-class Claims:
-    """The claims of a `pruning_report.json` that an export checks.
-
-    Attributes:
-        layers: The claims of the pruned layers by name; `None` without a report.
-        structure: The kind of units that were removed as a whole, such as `neurons`, or `None`.
-        grid: The grid of the weights, or `None`.
-        head_grid: The grid of the output head, which is none of the layers, or `None`.
-    """
-
-    layers: dict[str, Claim] | None = None
-    structure: str | None = None
-    grid: Grid | None = None
-    head_grid: Grid | None = None
-
-    @classmethod
-    def read(cls, directory: str | os.PathLike[str]) -> "Claims":
-        """Return the claims of the report in a directory, none if there is no report.
-
-        Raises:
-            FormatError: The report is damaged, or of a newer version of mrp-lightning.
-        """
-        file = Path(directory) / NAME
-        if not file.is_file():
-            return cls()
-        report = PruningReport.load(file)
-        recipe, structure = report.recipe, report.config.get("structure")
-        groups = recipe.pattern if isinstance(recipe.pattern, SemiStructured) else None
-        is_narrow = structure is not None  # removed columns no longer exist, so there are no zeros
-        layers = {
-            row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
-            for row in report.pruned
-            if row.sparsity is not None or recipe.head_grid is None  # the head has no sparsity
-        }
-        return cls(layers, structure, recipe.grid, recipe.head_grid)
 
 
 def is_read_directly(model: nn.Module, name: str) -> bool:

@@ -94,6 +94,12 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
             f"`--head-bits 8`: {checkpoint.path} holds no weight of {head.name} in bfloat16, "
             "float16 or float32."
         )
+    if len(weights) > 1 and not torch.equal(*(tensor for _, tensor in weights.values())):
+        raise OptionError(
+            f"`--head-bits 8`: {checkpoint.path} holds a {parameters[0]} that differs from its "
+            f"{parameters[1]}, and `tie_word_embeddings` of config.json ties them, so that one of "
+            "them would be lost. Set it to false."
+        )
     first = weights.get(parameters[0]) or weights[parameters[1]]
     other_tensors = {stored for stored, _ in weights.values()} - {first[0]}
     rows, columns = first[1].shape

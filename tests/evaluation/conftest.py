@@ -104,7 +104,7 @@ def task_directory(
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The embedded model: dense, pruned to 2:4 by magnitude, and that packed."""
-    from export.conversion import parity
+    from export.conversion import text_parity
     from export.to_sparse import main
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -119,7 +119,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     text = root / "text.txt"
     text.write_text("\n\n".join(islice(standard_library("validation"), 8)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "MIN_TOKENS", 512)  # what packing proves has tests of its own
+        patch.setattr(text_parity, "MIN_TOKENS", 512)  # what packing proves has tests of its own
         main([str(root / "pruned"), "--out", str(root / "packed"), "--text", str(text)])
     return {kind: root / kind for kind in ("dense", "pruned", "packed")}
 

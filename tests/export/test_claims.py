@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.selection import Claim, choose_layers
+from export.conversion.claims import Claim
+from export.conversion.selection import choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.records.report import LayerReport, PruningReport

@@ -179,6 +179,15 @@ def test_what_has_no_such_form_is_refused(source, pruned, capsys, tmp_path):
     assert not (tmp_path / "odd").exists()
 
 
+def test_a_head_that_differs_from_the_table_that_it_is_tied_to_is_refused(llama, capsys):
+    file = llama / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": -tensors[TABLE]}, file, {"format": "pt"})
+    shown = refusal([str(llama), "--head-bits", "8"], capsys)
+    assert f"holds a lm_head.weight that differs from its {TABLE}" in shown
+    assert "`tie_word_embeddings`" in shown
+
+
 def test_a_module_of_ones_own_has_no_such_head(packed):
     with pytest.raises(
         FormatError, match="lm_head: a head of 8 bits is for models of transformers"
