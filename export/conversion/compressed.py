@@ -140,7 +140,7 @@ class _Search:
         packed: The matrices that are packed.
         chosen: The grid parameters of these, by their names.
         misfits: Why matrices are not on the grid, by name.
-        found: The layers of which a matrix is packed.
+        packed_layers: The layers of which a matrix is packed.
         named: The modules of the other matrices, by their names in the model and in the files.
         dense_experts: Likewise the modules of experts.
     """
@@ -156,7 +156,7 @@ class _Search:
     packed: list[LayerChoice] = field(default_factory=list)
     chosen: dict[str, GridParameters] = field(default_factory=dict)
     misfits: dict[str, str] = field(default_factory=dict)
-    found: set[str] = field(default_factory=set)
+    packed_layers: set[str] = field(default_factory=set)
     named: dict[str, None] = field(default_factory=dict)
     dense_experts: dict[str, None] = field(default_factory=dict)
 
@@ -203,14 +203,19 @@ class _Search:
     def dense(self) -> list[str]:
         """The modules that stay dense, but for experts."""
         return [
-            name for name in dict.fromkeys([*self.linear, *self.named]) if name not in self.found
+            name
+            for name in dict.fromkeys([*self.linear, *self.named])
+            if name not in self.packed_layers
         ]
 
     @property
     def left(self) -> dict[str, str]:
         """The reasons why pruned layers stay dense, by name."""
         nowhere = "the files hold no matrix of its own for it"
-        return {name: self.why_dense(name) or nowhere for name in sorted(self.wanted - self.found)}
+        return {
+            name: self.why_dense(name) or nowhere
+            for name in sorted(self.wanted - self.packed_layers)
+        }
 
     def why_dense(self, name: str) -> str | None:
         """Return why a pruned layer cannot be packed, whatever its weight; `None` if it can."""
@@ -241,7 +246,7 @@ class _Search:
                 self.named |= dict.fromkeys((name, start))
             return
         if kind == "weight" and tensor.ndim == 2:
-            self.found.add(name)
+            self.packed_layers.add(name)
             self._find_codes(start if stack else name, name, stored, tensor)
 
     def _find_codes(self, name: str, layer: str, stored: str, tensor: Tensor) -> None:

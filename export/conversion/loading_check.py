@@ -49,8 +49,8 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
             raise ParityError(
                 f"transformers cannot load what was written: {first_line(error)}. {_ADVICE}"
             ) from error
-        found = _compared(source, *loaded)
-    return f"transformers loaded it here, with the package {layout.package} and {found}."
+        outcome = _compared(source, *loaded)
+    return f"transformers loaded it here, with the package {layout.package} and {outcome}."
 
 
 def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:

@@ -44,8 +44,8 @@ def path() -> Path:
     Raises:
         BuildError: There is neither a library nor a source.
     """
-    if found := sources():
-        content = b"\0".join([*(file.read_bytes() for file in found), " ".join(_FLAGS).encode()])
+    if files := sources():
+        content = b"\0".join([*(file.read_bytes() for file in files), " ".join(_FLAGS).encode()])
         return FOLDER / f"{STEM}-{hashlib.sha256(content).hexdigest()[:12]}.so"
     if built := sorted(FOLDER.glob(f"{STEM}-*.so")):
         return built[0]
