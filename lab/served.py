@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -145,28 +146,29 @@ def scores_elsewhere(
 ) -> list[Scores]:
     """Return the scores of models that a process of its own serves, one after another."""
     task = {"directories": [str(path) for path in directories], "windows": windows}
-    code = "import served; served.answer()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(task | {"options": options}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(done.stdout.splitlines()[-1])
+    with TemporaryDirectory() as room:
+        file = Path(room) / "task.json"
+        file.write_text(json.dumps(task | {"options": options}))
+        done = subprocess.run(
+            [sys.executable, "-c", "import served, sys; served.answer(sys.argv[1])", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        rows = json.loads(file.read_text())
     return [Scores(torch.tensor(log_probs), greedy) for log_probs, greedy in rows]
 
 
-def answer() -> None:
-    """Read a task of `scores_elsewhere` from standard input, and write its scores as JSON."""
-    task = json.load(sys.stdin)
-    found = [
+def answer(file: str) -> None:
+    """Replace a task of `scores_elsewhere` by its scores."""
+    task = json.loads(Path(file).read_text())
+    rows = [
         scores(engine(directory, **task["options"]), task["windows"])
         for directory in task["directories"]
     ]
-    print(json.dumps([(score.log_probs.tolist(), score.greedy) for score in found]))  # noqa: T201
+    Path(file).write_text(json.dumps([(row.log_probs.tolist(), row.greedy) for row in rows]))
 
 
 @functools.cache
