@@ -106,7 +106,7 @@ def engine(directory: Path, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scores:
-    """What an engine computes with a model.
+    """The scores that an engine computes with a model.
 
     Attributes:
         log_probs: Of each token of all windows but their first.

@@ -172,9 +172,9 @@ def cases(new: int) -> dict[str, Callable[[Any, int], float]]:
 
         return rate
 
-    found = {f"decode {sequences}": decoding(sequences) for sequences in DECODING}
-    found[f"prefill {PREFILL}"] = lambda llm, seed: PREFILL / seconds(llm, 1, PREFILL, 1, seed)
-    return found
+    measured = {f"decode {sequences}": decoding(sequences) for sequences in DECODING}
+    measured[f"prefill {PREFILL}"] = lambda llm, seed: PREFILL / seconds(llm, 1, PREFILL, 1, seed)
+    return measured
 
 
 def measure(
