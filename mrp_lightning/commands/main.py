@@ -16,7 +16,7 @@ from mrp_lightning.environment import __version__, extra, silent_start
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
 _OF_LIGHTNING = {
-    "predict": "the same with all options, by Lightning's command line",
+    "predict": "prune a model with all options, by Lightning's command line",
     "test": "measure the perplexity of a model",
     "validate": "the same on the validation text",
     "fit": "train a model, or train a pruned one on",
@@ -92,7 +92,7 @@ def _help() -> str:
         [
             "usage: mrp-lightning COMMAND [OPTIONS]   (or python -m mrp_lightning)",
             "",
-            "Prune language models after training, accurately and fast, without retraining.",
+            "Prune language models after training, without retraining.",
             "",
             "commands, each with its own --help:",
             *lines,

@@ -88,8 +88,8 @@ class LayerSettings:
     """
 
     method: str
-    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair MASK+COMPENSATION, with
-    MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
+    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, JM, or a pair MASK+COMPENSATION,
+    with MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
 
     sparsity: float | None = None
     """The fraction of the weights to remove, in (0, 1)."""
