@@ -341,6 +341,8 @@ class Calibration(_Watch):
         ]
         pooled = [pool.num_tokens for pool in self._pools.values()]
         everywhere = processes.all(None if differ else (seen, pooled))
+        # One exchange before any sum: if one process cannot share Hessians, none may begin a sum
+        # for which the others would wait.
         if None in everywhere:
             raise InputsDiffer
         agreed: dict[frozenset[int], tuple[list[int], int, bool]] = {}
@@ -354,12 +356,16 @@ class Calibration(_Watch):
         for members, tokens, paired in (group for groups, _ in everywhere for group in groups):
             first, earlier, all_paired = agreed.get(frozenset(members), (members, 0, True))
             agreed[frozenset(members)] = first, earlier + tokens, all_paired and paired
+        # Groups are a partition of the layers: one layer in two of them means that two processes
+        # have grouped it differently.
         if sum(map(len, agreed)) > len(frozenset().union(*agreed)):
             raise InputsDiffer
 
         members_of = (frozenset(members) for members, _, _ in seen)
         own_groups = dict(zip(members_of, self.groups, strict=True))
         self.groups = []
+        # `agreed` has the order of process 0's groups everywhere: sums are collective calls, and
+        # the order in which layers are solved decides nothing that may differ.
         for key, (members, tokens, paired) in agreed.items():
             layers = [self.layers[i] for i in members]
             group = own_groups.get(key) or self._group(layers[0])

@@ -286,10 +286,12 @@ def _self_test(
             if output is None:
                 return f"{name} was not called"
             walk_sketch = sketch(hidden_of(output))
+            # The walk's own output, not the model's, is the next block's input, so that errors
+            # add up as they will when the blocks are pruned.
             walk.keep(position, 0, walk.stored(output))
         except Exception as problem:  # of any type: the model's own code runs on stubs
             if is_out_of_memory(problem):
-                raise
+                raise  # `Rerun` needs as much
             return f"{name}: {type(problem).__name__}: {problem}"
         error = relative_error(walk_sketch, whole_trace.outputs[k], whole_trace.inputs[k])
         if not error <= SELF_TEST_TOLERANCE:

@@ -215,6 +215,7 @@ class Inject(Walk):
         """Store the hidden state, if there is one, in place of the chain's last one."""
         if hidden is not None:
             chain = self.blocks[k].chain
+            # One hidden state for each chain: a decoder's blocks still need the encoder's last.
             other_chains = {
                 j: x for j, x in self.hidden[i].items() if self.blocks[j].chain != chain
             }
@@ -315,6 +316,8 @@ class DenseStream:
 
     def output(self, k: int, i: int) -> Any:
         """Run block k of the dense model on batch i; see `Walk.output`."""
+        # In place, since tied modules and the optimizer of the tuning hold the same tensors. Both
+        # models exist at any time: one in the module, the other in the copies.
         self._exchange()
         try:
             return self._walk.output(k, i)

@@ -331,9 +331,13 @@ class Journal(AbstractContextManager["Journal"]):
         if streamed is not None and result.name not in streamed.blocks:
             streamed = None
         if streamed is not None:
+            # Whole blocks, since the shards become the files of the checkpoint.
             result = replace(result, weights=streamed.tensors(result.name))
         result = result.on_cpu()
         file = self.path / f"block-{step:05}.safetensors"
+        # Invariant: every shard that the manifest names is whole. So the files come first, each
+        # renamed when it is on the disk, and the manifest last: a process that dies in between
+        # leaves files that nothing names, and the block is pruned again.
         try:
             checksum = self._store(file, result.save)
             entry = Entry(file.name, checksum, digest(sorted(result.weights.items())))
@@ -350,6 +354,7 @@ class Journal(AbstractContextManager["Journal"]):
                 f"{self.path}: {error}. Make room there, and start the same run again: it goes on "
                 "at this block."
             ) from error
+        # The source has dense weights: from now on the block is read from its shard.
         if streamed is not None:
             streamed.read_from(result.name, file)
 
@@ -362,6 +367,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             partial.unlink(missing_ok=True)  # else a link would be followed
             save(partial)
+            # Of the file, not of the tensors: what the disk made of them is what a resume reads.
             checksum = sha256_of(partial)
             move_durably(partial, file)
         except (OSError, SafetensorError):
@@ -382,6 +388,7 @@ class Journal(AbstractContextManager["Journal"]):
         Raises:
             SaveError: They cannot be written.
         """
+        # Process 0 decides for all: only it has the disk, and `compute` may be a collective call.
         is_stored = bool(self._processes.all(name in self.manifest.kept)[0])
         if is_stored:
             stored = load_file(self._kept_file(name)) if self._lock is not None else {}
@@ -445,6 +452,7 @@ class Journal(AbstractContextManager["Journal"]):
                 "with the model and the settings it was started with. "
                 f"What differs:\n{listed}"
             )
+        # The facts for a report are those of the run that goes on.
         earlier.about = self.manifest.about
         self.manifest = earlier
         self._start -= earlier.seconds
@@ -470,6 +478,8 @@ class Journal(AbstractContextManager["Journal"]):
     def _keep(self, step: int, entry: Entry) -> None:
         """Add an entry. If it differs from an earlier, damaged one, drop all later entries."""
         earlier = self.manifest.shards.get(step)
+        # Later blocks were calibrated on the outputs of the lost weights. Equal bits, the rule on
+        # one machine, have equal outputs; other bits make all later shards those of another run.
         if earlier is not None and earlier.weights != entry.weights:
             void = [later for later in self.manifest.shards if later > step]
             for later in void:

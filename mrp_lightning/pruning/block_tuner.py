@@ -128,6 +128,7 @@ class BlockTuner:
         trained, held_out = self._split()
         if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
             return row, {}
+        # Off the grid, kept weights move; on it, codes stay, and only their scales do.
         weights = _KeptWeights(layers) if self.grid is None else _Scales(layers, self.grid, known)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)

@@ -69,6 +69,7 @@ def prune_layers(
     """
     inputs, aim = calibrated.inputs, calibrated.aim
     weights = [layer.weight.contiguous() for layer in layers]  # a Conv1D's view is strided
+    # Before anything changes: losses are against these weights, and zeros may not come back.
     zeros = [weight == 0 for weight in weights]
     already = [
         recipe.pattern.sparsity > 0 and recipe.pattern.holds(mask)
