@@ -3,6 +3,10 @@
     python lab/benchmarks/solver.py --sizes 512 1024 --threads 1
     python lab/benchmarks/solver.py --sizes 576 --inputs steep --threads 1
     python lab/benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
+    python lab/benchmarks/solver.py --model DIR --layers model.layers.12.self_attn.q_proj
+
+With `--model`, layers of the dense model are pruned, with the Hessians of 16 windows of 512 tokens
+of the standard library's code.
 
 All contestants prune the same layer to 2:4 in the same dtype, factorise the Hessian themselves and
 take turns; the median of the rounds is shown. Hessians are those of inputs with a decaying
@@ -14,6 +18,7 @@ import argparse
 import os
 import statistics
 import sys
+import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +30,7 @@ from originals import DAMPING, prune_matrix
 from torch import Tensor
 
 from mrp_ground.environment import machine
+from mrp_lightning import CausalLM, HessianAccumulator
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.pruning import Solution, prune_weight
 
@@ -32,6 +38,7 @@ BASE = "SparseGPT column sweep (128)"
 CONTESTANTS = {
     BASE: ("SS", 128),
     "SM (128)": ("SM", 128),
+    "SM (512)": ("SM", 512),
     "SM (all)": ("SM", None),
     "MM (128)": ("MM", 128),
     "MM (all)": ("MM", None),
@@ -65,6 +72,23 @@ def layer(
         hessian += 2 * activations.T @ activations / number
     weight = normal(rows, columns) / columns**0.5
     return weight.to(dtype), hessian
+
+
+def real_layers(path: str, names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the weight (rows, columns) and the Hessian (columns, columns) of layers of a model."""
+    causal_lm = CausalLM(path, dtype="float32")
+    model = causal_lm.model.eval()
+    layers = {name: model.get_submodule(name) for name in names}
+    sums = {name: HessianAccumulator(layers[name].weight.shape[1], name) for name in names}
+    for name, each in layers.items():
+        each.register_forward_pre_hook(lambda _, inputs, name=name: sums[name].update(inputs[0]))
+    tokens: list[int] = []
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::5]:
+        tokens += causal_lm.tokenizer(file.read_text(errors="ignore"))["input_ids"]
+    for start in range(0, 16 * 2048, 2048):
+        model(torch.tensor([tokens[start : start + 512]]))
+    for name in names:
+        yield layers[name].weight.detach().clone(), sums[name].hessian()
 
 
 def solve(weight: Tensor, hessian: Tensor, method: str, block_size: int | None) -> Solution:
@@ -110,17 +134,16 @@ def seconds(run: Callable[[], object], device: torch.device, clock: Callable[[],
     return clock() - start
 
 
-def measure(
-    rows: int, columns: int, device: torch.device, dtype: torch.dtype, args: argparse.Namespace
-) -> Iterator[str]:
+def measure(weight: Tensor, hessian: Tensor, args: argparse.Namespace) -> Iterator[str]:
     """Yield the rows of the table for one layer."""
-    weight, hessian = layer(rows, columns, args.inputs, device, dtype)
+    (rows, columns), device = weight.shape, weight.device
     runs: dict[str, Callable[[], Solution | Tensor]] = {
         name: lambda method=method, block=block: solve(weight, hessian, method, block)
         for name, (method, block) in CONTESTANTS.items()
+        if name == BASE or name in args.methods
     }
-    pruned = solve(weight, hessian, "SM", None).pruned
     if not args.skip_cholesky:
+        pruned = solve(weight, hessian, "SM", None).pruned
         runs["per-row Cholesky of SM (all)"] = lambda: cholesky_by_row(weight, hessian, pruned)
     if args.sparsegpt:
         sparsegpt = originals.sparsegpt(args.sparsegpt)
@@ -167,6 +190,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", type=size, default=[(512, 512), (1024, 1024)])
+    parser.add_argument(
+        "--model", help="a checkpoint or GGUF file, for `--layers` in place of `--sizes`"
+    )
+    parser.add_argument("--layers", nargs="+", help="names of linear layers of the model")
+    parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--inputs", choices=INPUTS, default="plain")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -188,10 +216,17 @@ def main() -> None:
     print(f"| layer | condition | method | {unit} | max/min ", end="")
     print("| × column sweep | steps | gap | rel. loss |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for rows, columns in args.sizes:
-        with torch.no_grad():
-            dtype = getattr(torch, args.dtype)
-            for line in measure(rows, columns, args.device, dtype, args):
+    dtype = getattr(torch, args.dtype)
+    with torch.no_grad():
+        if args.model:
+            problems = real_layers(args.model, args.layers)
+        else:
+            problems = (
+                layer(rows, columns, args.inputs, args.device, dtype)
+                for rows, columns in args.sizes
+            )
+        for weight, hessian in problems:
+            for line in measure(weight.to(args.device, dtype), hessian.to(args.device), args):
                 print(line, flush=True)
 
 

@@ -326,7 +326,7 @@ _LIMIT = 500
 """The most iterations with one preconditioner."""
 _WINDOW = 20
 """The number of iterations from which those still to come are forecast."""
-_DIGITS = 1e-2
+_DIGITS = 1e-3
 """The energy, relative to that of the last exact gradient, at which rounded products stop."""
 _LONG = 100
 """The forecast of iterations above which another preconditioner is tried."""
@@ -418,14 +418,14 @@ class MaskedRows:
     ) -> int:
         """Iterate in rounds of rounded products, each from an exact gradient, while that helps.
 
-        Rounded products are good for about two digits of the gradient at the start of a round.
+        Rounded products are good for about three digits of the energy at the start of a round.
         Returns the number of iterations.
         """
         times_matrix = rounded_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
         energy = float(descent.energies().sum())
         while energy > (goal := tolerance * self.loss / 2):
-            # A round ends at its target, at two digits, or after a window: then rounding dominates.
+            # A round ends at its target, at three digits or after a window: rounding dominates.
             start, previous = self.x.clone(), energy
             descent.descend(max(goal, _DIGITS * previous), descent.iterations + _WINDOW)
             progress(f"iteration {descent.iterations}")

@@ -169,8 +169,8 @@ class HessianAccumulator(TokenSum):
 
 
 _FLOAT32_SUFFICES = 1e4
-_BFLOAT16_HELPS = 128
-_MANY_COLUMNS = 1024
+_BFLOAT16_HELPS = 1024
+_MANY_COLUMNS = 512
 _FACTOR_PANEL = 256
 """Columns that are factorised at a time on a CPU."""
 

@@ -338,7 +338,7 @@ def test_rounding_is_not_tried_where_it_is_inflated_or_saves_nothing(truth):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1500, 1024, generator=generator)
     assert InputHessian(truth.hessian_of(inputs).float()).damped(0.01).bfloat16_helps
-    assert not InputHessian(truth.hessian_of(inputs[:, 1:]).float()).damped(0.01).bfloat16_helps
+    assert not InputHessian(truth.hessian_of(inputs[:, :511]).float()).damped(0.01).bfloat16_helps
     inputs[:, 1] = inputs[:, 0] + 0.02 * inputs[:, 1]
     assert not InputHessian(truth.hessian_of(inputs).float()).damped(1e-4).bfloat16_helps
 
