@@ -27,7 +27,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from mrp_sparse.kernels import triton_kernels
+from mrp_sparse.kernels import triton_bitmask, triton_kernels
 from mrp_sparse.kernels.candidates import KERNELS, PackedWeight
 
 COLUMNS = 65536
@@ -92,6 +92,18 @@ def codes(capability: int) -> Iterator[Code]:
             bias = torch.zeros(ROWS, dtype=torch.float16)
             KERNELS[name].multiply(x.half(), half, bias, **KERNELS[name].configs[0])
         triton_kernels.unpack(values, meta)  # it has no loop
+        _compile_bitmasks()
+
+
+def _compile_bitmasks() -> None:
+    """Compile the kernels for bitmasks, of which nothing is counted."""
+    bits, offsets = torch.zeros(ROWS, COLUMNS // 8, dtype=torch.uint8), torch.zeros(ROWS).long()
+    for dtype in (torch.bfloat16, torch.float16):
+        values, bias = torch.zeros(64, dtype=dtype), torch.zeros(ROWS, dtype=dtype)
+        scales = torch.zeros(ROWS, COLUMNS // triton_bitmask.GROUP, dtype=dtype)
+        for stored in ((values, bits, None, offsets), (values.byte(), bits, scales, offsets)):
+            triton_bitmask.product(torch.zeros(8, COLUMNS, dtype=dtype), *stored, bias)
+            triton_bitmask.unpack(*stored, COLUMNS)
 
 
 def _code(name: str, config: dict[str, int], compiled: Any) -> Code:

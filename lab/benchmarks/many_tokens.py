@@ -1,0 +1,82 @@
+"""Packed products of one to hundreds of tokens on a CPU, beside those of dense weights.
+
+    python lab/benchmarks/many_tokens.py --threads 1 2 >> lab/results/cpu.md
+
+Dense is `torch.nn.functional.linear` in bfloat16; packed are weights with 50% zeros, and the same
+with four bits, both without rounded activations. Weights are random. Each contestant has copies
+that are larger than any cache, which are read in turn; contestants take turns, round after round. A
+time is the median of the rounds; above 1 is a product that is faster than the dense one.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import cpu
+import quantised
+import torch
+from torch import nn
+
+from mrp_ground.environment import machine
+from mrp_sparse.kernels import compiled
+
+SHAPES = ("2048x2048", "8192x2048", "2048x8192", "896x4864")
+TOKENS = (1, 2, 3, 4, 8, 9, 16, 32, 64, 256)
+SIDES = (quantised.DENSE, "50%", "50% 4 bits")
+
+
+def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
+    """Rows of the table of a shape: a number of tokens each."""
+    rows, columns = map(int, shape.split("x"))
+    contestants = []
+    for side in SIDES:
+        linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        layer = quantised.layer_of(linear, side)
+        contestants.append(cpu.Copies(layer, options.cold_mib * 2**20))
+    for tokens in options.tokens:
+        x = torch.randn(tokens, columns).bfloat16()
+        times: list[list[float]] = [[] for _ in contestants]
+        for _ in range(1 + options.rounds):
+            for copies, measured in zip(contestants, times, strict=True):
+                begin = time.perf_counter()
+                copies(x)
+                measured.append((time.perf_counter() - begin) / len(copies.layers))
+        dense, *packed = (statistics.median(measured[1:]) for measured in times)  # the first warms
+        ratios = (f"{seconds * 1e6:.0f} | {dense / seconds:.2f}" for seconds in packed)
+        yield [str(tokens), f"{dense * 1e6:.0f}", *ratios]
+
+
+def main() -> None:
+    """Run the command line."""
+    options = _parser().parse_args()
+    if not compiled.load():
+        raise SystemExit("The kernels for packed weights are missing; the warning above says why.")
+    write = sys.stdout.write
+    write("\n## Many tokens\n\n")
+    write(f"`python {' '.join(sys.argv)}`, {machine(torch.device('cpu'))}.\n")
+    header = ("tokens", "dense, µs", "50%, µs", "× dense", "4 bits, µs", "× dense")
+    with torch.inference_mode():
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            for shape in options.layers:
+                title = f"{shape}, threads: {threads}"
+                cpu.table(title, header, time_layer(shape, options), write)
+                sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", nargs="*", default=SHAPES, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold-mib", type=int, default=128, help="MiB of copies of a layer")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
