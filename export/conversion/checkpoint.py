@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from export.loading import read
 from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError, counted, first_line
-from mrp_lightning.files import OTHER_WEIGHTS, visible_files
+from mrp_lightning.files import OTHER_WEIGHTS
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -32,7 +31,8 @@ from mrp_lightning.models.checkpoint import (
     refuse_adapter,
     weight_files,
 )
-from mrp_lightning.models.integrity import check_size, check_values, misfits
+from mrp_lightning.models.companions import find_companions
+from mrp_lightning.models.integrity import RECOMPUTED, check_size, check_values, misfits
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
@@ -68,12 +68,7 @@ def silence_transformers() -> None:
         transformers_logging.disable_progress_bar()
 
 
-RECOMPUTED = re.compile(
-    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|\battention\.(masked_)?bias$"
-)
-"""Names of tensors in old files that transformers computes anew, if a model lacks them."""
 _REPLACED = {"config.json", "export_report.json"}
-_WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
 
 @dataclass(frozen=True)
@@ -313,32 +308,21 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
 
 
 def _companions(path: Path) -> list[Path]:
-    """List the other files of a directory, with weights of a sentence encoder's further modules.
+    """List the files beside a checkpoint, with the other weights of a LightningModule.
 
     They will be copied, and copies may be published, so links that lead outside raise.
     """
-    modules = (path / "modules.json").is_file()
-    files = []
-    for file in sorted(visible_files(path)):
-        relative = file.relative_to(path)
-        weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-        weights = weights and str(relative) != OTHER_WEIGHTS
-        replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
-        if not replaced:
-            files.append(relative)
-    inside = [path.resolve()]
-    if inside[0].parent.name == "snapshots":  # in the hub's cache, every file is a link
-        inside.append(inside[0].parents[1] / "blobs")
-    if outside := [
-        f"{file} → {(path / file).resolve()}"
-        for file in files
-        if not any((path / file).resolve().is_relative_to(directory) for directory in inside)
-    ]:
+    companions = find_companions(path)
+    if companions.outside:
+        links = ", ".join(
+            f"{path / file} → {target}" for file, target in companions.outside.items()
+        )
         raise FormatError(
             f"{path} holds links to files elsewhere, which would be copied into the export: "
-            f"{', '.join(outside)}. Put the files themselves there, or remove the links."
+            f"{links}. Put the files themselves there, or remove the links."
         )
-    return files
+    extra = [Path(OTHER_WEIGHTS)] * (path / OTHER_WEIGHTS).is_file()
+    return [file for file in companions.files if str(file) not in _REPLACED] + extra
 
 
 def require_finite(

@@ -12,10 +12,11 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
-from export.conversion.checkpoint import RECOMPUTED, Checkpoint
+from export.conversion.checkpoint import Checkpoint
 from export.conversion.gguf_layout import Layout
 from mrp_lightning.errors import ParityError
 from mrp_lightning.models.checkpoint import build_without_weights
+from mrp_lightning.models.integrity import RECOMPUTED
 
 
 def prove(checkpoint: Checkpoint, layout: Layout, file: Path) -> dict[str, float]:

@@ -31,10 +31,13 @@ from mrp_lightning.loop.module_parts import (
     streamed_blocks,
 )
 from mrp_lightning.loop.trainer import as_lightning_module
+from mrp_lightning.models.checkpoint import directory_of
+from mrp_lightning.models.companions import OF_TOKENIZER, Companions, find_companions
 from mrp_lightning.models.integrity import check_class
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.records import evaluation
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
@@ -61,6 +64,8 @@ def check_save_dir(
     """
     model = checkpoint_root(module)[1]
     other_bytes = sum(tensor.nbytes for tensor in extra_weights(module).values())
+    companions = _companions(module)
+    other_bytes += companions.num_bytes if companions else 0
     check_output_dir(
         directory,
         overwrite=overwrite,
@@ -232,6 +237,7 @@ def _save_pruned(
                 save_pretrained(model, staging, tokenizer=tokenizer, card=card)
             else:
                 files = save_streamed(model, streamed, staging, tokenizer=tokenizer, card=card)
+            _copy_companions(module, staging)
         else:
             save_model(model, str(staging / "model.safetensors"))
             card = model_card(report, type(model).__name__, library=None)
@@ -246,6 +252,37 @@ def _save_pruned(
     if streamed is not None:
         written = output_path(directory)
         streamed.settle({name: written / file for name, file in files.items()})
+
+
+_OF_ONE_MODEL = frozenset(
+    {"config.json", "README.md", NAME, evaluation.NAME, "export_report.json", "report.html"}
+)
+"""Files beside a checkpoint that describe this one model, and are not true of its pruned copy."""
+
+
+def _companions(module: LightningModule) -> Companions | None:
+    """Return the files beside the checkpoint of a module's one Hugging Face model, if it has one.
+
+    The model may be of a GGUF file or of a configuration, which have none.
+    """
+    _, model = checkpoint_root(module)
+    if not isinstance(model, PreTrainedModel):
+        return None
+    sources = _sources_of(module)
+    revision = module.hparams.get("revision")
+    directory = sources[0] if sources else directory_of(model.name_or_path or "", revision)
+    return find_companions(directory) if directory is not None and directory.is_dir() else None
+
+
+def _copy_companions(module: LightningModule, directory: Path) -> None:
+    """Copy the files beside the model's checkpoint; another tokenizer's replace the source's."""
+    companions = _companions(module)
+    if companions is None:
+        return
+    tokenizer = getattr(module, "tokenizer", None)
+    names = {checkpoint_root(module)[1].name_or_path, *map(str, _sources_of(module))}
+    is_other = tokenizer is not None and tokenizer.name_or_path not in names
+    companions.copy_to(directory, without=_OF_ONE_MODEL | (OF_TOKENIZER if is_other else set()))
 
 
 def _parameters_of_sources(
@@ -289,6 +326,7 @@ def save_trained(
         card = model_card(report, report.config.get("base_model"))
     with save_directory(directory, overwrite=overwrite, sources=_sources_of(module)) as staging:
         save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
+        _copy_companions(module, staging)
         if report is not None:
             _save_report(report, staging)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -53,14 +54,22 @@ def why_not_found(source: str | os.PathLike[str], error: OSError) -> str:
 
 def directory_of(source: str, revision: str | None = None) -> Path | None:
     """Return a source's directory, its own or that in the hub's cache; `None` if neither exists."""
-    if source and (directory := Path(source).expanduser()).is_dir():
+    if not source:
+        return None
+    if (directory := Path(source).expanduser()).is_dir():
         return directory
-    cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    try:
+        cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    except HFValidationError:  # the name is no hub id: a directory that was deleted
+        return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> None:
-    """Raise if a directory holds a PEFT adapter, which has no model of its own.
+    """Raise if a directory holds a PEFT adapter, with or without a model beside it.
+
+    With peft installed, transformers would load an adapter in place of the model beside it; without
+    peft it would load the model as if there were no adapter.
 
     Args:
         directory: The directory.
@@ -70,12 +79,16 @@ def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> Non
         FormatError: The directory holds an adapter.
     """
     path = Path(directory).expanduser()
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        named = f"`{argument}`: " if argument else ""
-        raise FormatError(
-            f"{named}{directory} holds a PEFT adapter, and no model. Load it with peft, merge it "
-            "into its base by `merge_and_unload()`, save that, and give its directory."
-        )
+    if not (path / "adapter_config.json").is_file():
+        return
+    named = f"`{argument}`: " if argument else ""
+    has_model = (path / "config.json").is_file()
+    company = " beside a model (adapter_config.json)" if has_model else ", and no model"
+    unwanted = " If the model is wanted without it, move adapter_config.json away." * has_model
+    raise FormatError(
+        f"{named}{directory} holds a PEFT adapter{company}. Load it with peft, merge it into its "
+        f"base by `merge_and_unload()`, save that, and give its directory.{unwanted}"
+    )
 
 
 def is_path(source: str) -> bool:

@@ -160,9 +160,44 @@ def misfits(
     if missing := sorted(loading["missing_keys"]):
         return (
             f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be "
-            f"random: {', '.join(missing)}."
+            f"random: {', '.join(missing)}. Fetch the files again, or name their own class in "
+            "`architectures` of config.json."
         )
     return larger(source, model, loading["unexpected_keys"])
+
+
+RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|\bmasked_bias$|\b(attn|attention)\.bias$")
+"""Names of tensors in old files that transformers computes anew, if a model lacks them."""
+
+
+def left_out(
+    source: str | os.PathLike[str], model: PreTrainedModel, names: Iterable[str]
+) -> str | None:
+    """Return which tensors of a checkpoint its model has no place for, `None` if it has all.
+
+    Blocks for multi-token prediction, and buffers that transformers computes anew, do not count.
+
+    Args:
+        source: The location of the checkpoint.
+        model: The model.
+        names: The names of the tensors that loading did not use.
+    """
+    counts = _blocks_of(model)
+
+    def is_of_further_block(name: str) -> bool:  # `larger` refuses more than the family has
+        places = (*_places(name), *_places(f"{model.base_model_prefix}.{name}"))
+        return any(index >= counts.get(blocks, index + 1) for blocks, index in places)
+
+    lost = [n for n in sorted(names) if not RECOMPUTED.search(n) and not is_of_further_block(n)]
+    if not lost:
+        return None
+    kind, more = type(model).__name__, f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+    return (
+        f"the checkpoint {source} holds tensors that its class {kind} has no place for, and that "
+        f"would be lost: {', '.join(lost[:5])}{more}. Name the class that has them in "
+        "`architectures` of its config.json. If they may be lost, let transformers write the rest: "
+        f"`{kind}.from_pretrained({str(source)!r}).save_pretrained(DIRECTORY)`, and give that."
+    )
 
 
 def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> None:
@@ -260,10 +295,7 @@ def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
     Other tensors that the model lacks, such as old buffers, do not count; nor do the blocks for
     multi-token prediction that follow the last block in some families.
     """
-    made: dict[str, int] = {}
-    for name in model.state_dict():
-        for blocks, index in _places(name):
-            made[blocks] = max(made.get(blocks, 0), index + 1)
+    made = _blocks_of(model)
     surplus: dict[str, set[int]] = {}
     further = getattr(model.config, "num_nextn_predict_layers", None) or 0
     for name in names:
@@ -273,6 +305,15 @@ def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
                 surplus.setdefault(blocks, set()).add(index)
     for blocks, indices in sorted(surplus.items()):
         yield f"{made[blocks]} of `{blocks}`, and the files hold {len(indices)} more"
+
+
+def _blocks_of(model: nn.Module) -> dict[str, int]:
+    """Return the number of blocks in each list of a model, by the list's name."""
+    counts: dict[str, int] = {}
+    for name in model.state_dict():
+        for blocks, index in _places(name):
+            counts[blocks] = max(counts.get(blocks, 0), index + 1)
+    return counts
 
 
 def _places(name: str) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,7 @@
 """Load models, configurations and tokenizers from directories, the hub and GGUF files."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -21,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import build_glob_alternation
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import (
@@ -28,6 +28,7 @@ from mrp_lightning.models.checkpoint import (
     directory_of,
     found_at,
     is_path,
+    model_class,
     names_in_model,
     refuse_adapter,
     register_format,
@@ -35,11 +36,13 @@ from mrp_lightning.models.checkpoint import (
     why_not_found,
     why_not_readable,
 )
+from mrp_lightning.models.classes import require_causal, require_text
 from mrp_lightning.models.gguf import find_gguf, gguf_config, gguf_model, has_tokenizer, reading
 from mrp_lightning.models.integrity import (
     check_files,
     check_values,
     explained_damage,
+    left_out,
     misfits,
     not_loaded,
 )
@@ -65,15 +68,19 @@ def make_config(values: dict[str, Any]) -> PreTrainedConfig:
         raise FormatError(not_loaded("the dictionary", error)) from error
 
 
-def load_config(source: str, **hub: Any) -> PreTrainedConfig:
+def load_config(
+    source: str, *, attn_implementation: str | None = None, **hub: Any
+) -> PreTrainedConfig:
     """Load the configuration of a model; if it is quantized, register its format.
 
     Args:
         source: Directory, hub id or GGUF file of the model.
+        attn_implementation: The attention kernel; `None` means that of the configuration.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
         FileNotFoundError: `source` is none of these.
+        OptionError: The attention kernel that the configuration names is not installed.
         FormatError: transformers does not know the model, or may not run the code that comes with
             it; or the GGUF file is damaged. `find_gguf` and `reading` raise more.
     """
@@ -95,15 +102,39 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     with _explained_absence(source):
         try:
             location = found_at(source)
-            check_values(PreTrainedConfig.get_config_dict(**location, **hub)[0], source)
+            values = PreTrainedConfig.get_config_dict(**location, **hub)[0]
+            check_values(values, source)
+            if attn_implementation is None:
+                _check_attention(values, source)
+            else:
+                hub["attn_implementation"] = attn_implementation
             # Always passed, since transformers would otherwise ask on the terminal.
             config = AutoConfig.from_pretrained(**location, **{"trust_remote_code": False} | hub)
-        except (OSError, FormatError):
+        except (OSError, FormatError, OptionError):
             raise
         except Exception as error:  # of any type, from the model's own checks
             raise FormatError(not_loaded(source, error)) from error
     register_format(config)
     return config
+
+
+def _check_attention(values: dict[str, Any], source: str) -> None:
+    """Raise if a `config.json` names an attention kernel that is not installed here."""
+    for key in ("attn_implementation", "_attn_implementation"):
+        kernel = values.get(key)
+        if isinstance(kernel, str) and not _INSTALLED.get(kernel, lambda: True)():
+            raise OptionError(
+                f"`model`: config.json of {source} asks for {kernel}, which needs a GPU and a "
+                f'package that this machine lacks. Edit it: `"{key}": "sdpa"`, or remove that '
+                "line; `CausalLM` also takes `attn_implementation: sdpa`."
+            )
+
+
+_INSTALLED: dict[str, Callable[[], bool]] = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+}
+"""Whether an attention kernel of another package can run here, by its name in `config.json`."""
 
 
 @contextmanager
@@ -121,7 +152,7 @@ def _explained_absence(source: str) -> Iterator[None]:
 
 
 def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """Load a causal language model, and check that all of its weights are in the checkpoint.
+    """Load a causal language model, and check that its weights are those of the checkpoint.
 
     Args:
         source: Directory, hub id or GGUF file of the model.
@@ -130,23 +161,44 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
-        TargetError: The checkpoint is quantized, lacks weights that the model needs, or holds more
-            blocks than its configuration says.
+        TargetError: The checkpoint is quantized, lacks weights that the model needs, holds others,
+            or is of a class that is no causal language model.
         FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit its
             configuration; or its index names files outside of its directory. `load_config` raises
             more.
     """
     if file := find_gguf(source):
         return gguf_model(file, dtype, options.get("attn_implementation"))
-    hub = {key: value for key, value in options.items() if key != "attn_implementation"}
-    config = load_config(source, **hub)
+    config = load_config(source, **options)
+    require_causal(config, source, trust_remote_code=bool(options.get("trust_remote_code")))
+    return _load_pretrained(AutoModelForCausalLM, config, source, dtype, **options)
+
+
+def load_text_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
+    """Load a model that reads text, of the class that its configuration names.
+
+    Arguments and errors are those of `load_model`; a GGUF file holds no such model.
+
+    Raises:
+        TargetError: The model reads more than one text, such as images or a second text.
+    """
+    config, trust = load_config(source, **options), bool(options.get("trust_remote_code"))
+    kind = model_class(config)
+    require_text(build_without_weights(config, trust_remote_code=trust), kind, source)
+    return _load_pretrained(kind, config, source, dtype, **options)
+
+
+def _load_pretrained(
+    kind: Any, config: PreTrainedConfig, source: str, dtype: torch.dtype | None, **options: Any
+) -> PreTrainedModel:
+    """Load a model of a class or auto class, and check that it has the checkpoint's weights."""
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
     published = config.dtype
-    if not hub.get("trust_remote_code"):  # trusted code may build a model of any size
-        _check_files(source, config)
-    with _explained_absence(source), explained_damage(source, hub.get("revision")):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    if not options.get("trust_remote_code"):  # trusted code may build a model of any size
+        _check_files(source, config, kind)
+    with _explained_absence(source), explained_damage(source, options.get("revision")):
+        loaded: Any = kind.from_pretrained(
             **found_at(source),
             dtype=dtype or "auto",
             output_loading_info=True,
@@ -154,21 +206,22 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
             **options,
         )
     model, loading = loaded
-    if problem := misfits(source, model, loading):
+    problem = misfits(source, model, loading) or left_out(source, model, loading["unexpected_keys"])
+    if problem:
         raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
     return model
 
 
-def _check_files(source: str, config: PreTrainedConfig) -> None:
+def _check_files(source: str, config: PreTrainedConfig, kind: Any) -> None:
     """Raise, before weights are read, if a directory's files cannot be those of the model."""
     try:
         as_dtype(config.dtype)
     except OptionError as error:
         raise FormatError(f"`model`: config.json of {source}: {error}") from error
     directory = Path(source).expanduser()
-    model = build_without_weights(config, kind=AutoModelForCausalLM)
+    model = build_without_weights(config, kind=kind)
     if directory.is_dir():  # the hub's files are not downloaded yet
         check_files(directory, model)
 
@@ -242,7 +295,7 @@ def cast(
 def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]:
     """Yield the names in the model of tensors that its source holds in 32 bits or more."""
     # The source may have been deleted or replaced, or be a name that the hub does not know.
-    with suppress(FormatError, OSError, SafetensorError, HFValidationError):
+    with suppress(FormatError, OSError, SafetensorError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
         # Conversions are stateful, so each use takes a copy.
         name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))

@@ -1,5 +1,6 @@
 """Models that are built in unusual ways: pruned as full forwards say, or refused with a reason."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from slow_pruning import report_of
 from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertModel
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import TargetError
@@ -278,3 +280,21 @@ def test_is_refused_with_what_was_found(run, message):
         prune(model, inputs(3, -3))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+def test_blocks_that_share_their_weights_are_pruned_in_the_module_that_the_error_names():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = AlbertConfig(vocab_size=64, embedding_size=8, num_hidden_layers=3, **sizes)
+    model = AlbertModel(config).eval()
+    batches = [
+        torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(k)) for k in (1, 2)
+    ]
+    with pytest.raises(TargetError, match=r"layer_groups\.0 \(3 times\).*once") as error:
+        prune(model, batches)
+    (name,) = re.findall(r"`blocks: \[([\w., ]+)\]`", str(error.value))
+    report = prune(model, batches, blocks=name)
+    tokens = {row.name: row.tokens for row in report.layers}
+    assert tokens.pop("encoder.embedding_hidden_mapping_in") == 2 * 12
+    assert set(tokens.values()) == {3 * 2 * 12}  # each call of a layer counts
+    assert len(tokens) == 6

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from mrp_lightning import CausalLM, environment
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
+from mrp_lightning.models import loading
 from mrp_lightning.models.checkpoint import why_not_readable
 from mrp_lightning.models.loading import find_tokenizer, load_config, load_model, load_tokenizer
 from mrp_lightning.text.sources import PUBLISHED, find_files
@@ -229,6 +230,7 @@ def test_blocks_beyond_the_configuration_are_counted(copy, kind, streaming):
     model = load_model(str(copy), None)
     (model if kind == "whole" else model.model).save_pretrained(copy)
     config = json.loads((copy / "config.json").read_text()) | {"num_hidden_layers": 1}
+    config["architectures"] = ["LlamaForCausalLM"]
     (copy / "config.json").write_text(json.dumps(config))
     message = (
         r"larger model than its .*: 1 of `model\.layers`, and the files hold 1 more\..*num_hid"
@@ -240,7 +242,6 @@ def test_blocks_beyond_the_configuration_are_counted(copy, kind, streaming):
 def test_what_is_no_block_beyond_the_configuration_is_left_out(copy):
     weights = load_file(copy / "model.safetensors")
     weights["model.layers.1.self_attn.masked_bias"] = torch.zeros(1)  # a buffer of old
-    weights["score.0.weight"] = torch.zeros(1)
     for name in [name for name in weights if "layers.1." in name]:
         weights[name.replace("layers.1.", "layers.2.")] = weights[name].clone()  # predicts further
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
@@ -261,3 +262,42 @@ def test_an_empty_name_is_not_the_working_directory(name, tmp_path, monkeypatch)
     ):
         with pytest.raises(OptionError, match=r"`model` or `tokenizer` is empty .*is `\.`"):
             load(name)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_tensors_that_the_class_has_no_place_for_are_not_dropped(copy, streaming):
+    weights = load_file(copy / "model.safetensors")
+    save_file(weights | {"score.weight": torch.zeros(2, 32)}, copy / "model.safetensors")
+    message = r"class LlamaForCausalLM has no place for, .*: score\.weight\. .*`architectures`"
+    with pytest.raises(TargetError, match=message):
+        CausalLM(copy, streaming=streaming)
+
+
+def test_a_head_beside_tied_embeddings_is_not_among_them(copy):
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(str(copy), None).get_output_embeddings() is not None
+
+
+def test_an_adapter_beside_a_model_is_named(copy, monkeypatch):
+    """With peft, transformers would load the adapter; without, the model as if it had none."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: 1 / 0)
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    message = r"adapter beside a model \(adapter_config\.json\).*merge_and_unload.*move adapter_con"
+    with pytest.raises(FormatError, match=message):
+        load_model(str(copy), None)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_kernel_that_is_not_here_is_named(copy, key, monkeypatch):
+    monkeypatch.setitem(loading._INSTALLED, "flash_attention_2", lambda: False)
+    config = json.loads((copy / "config.json").read_text()) | {key: "flash_attention_2"}
+    (copy / "config.json").write_text(json.dumps(config))
+    message = rf'asks for flash_attention_2, .*Edit it: `"{key}": "sdpa"`, or remove'
+    for load in (load_config, lambda source: load_model(source, None)):
+        with pytest.raises(OptionError, match=message):
+            load(str(copy))
+    if key == "attn_implementation":  # the other one is written over whatever is asked for
+        model = load_model(str(copy), None, attn_implementation="eager")
+        assert model.config._attn_implementation == "eager"

@@ -1,0 +1,109 @@
+"""The files beside a checkpoint that hold none of its weights, such as a tokenizer or processor."""
+
+import json
+import logging
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from mrp_lightning.files import visible_files
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS = {
+    *(".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"),
+    *(".ot", ".tflite", ".npz"),
+}
+_MODULES = "modules.json"
+"""The file in which sentence-transformers lists the modules that run one after another. Each has a
+directory, `path`; the transformer's is the checkpoint itself."""
+
+OF_TOKENIZER = frozenset(
+    {
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+        *("merges.txt", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json"),
+        *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    }
+)
+"""The files of a tokenizer, which another tokenizer replaces together."""
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The files beside a checkpoint.
+
+    Attributes:
+        directory: The directory of the checkpoint.
+        files: Their paths, relative to the directory.
+        outside: Links to files elsewhere on this machine, each with its target. They are not among
+            the `files`: a copy may be published, and a checkpoint could link to any file.
+    """
+
+    directory: Path
+    files: list[Path]
+    outside: dict[Path, Path]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all files."""
+        return sum((self.directory / file).stat().st_size for file in self.files)
+
+    def copy_to(self, directory: Path, *, without: Collection[str] = ()) -> None:
+        """Copy the files that the other directory lacks, except those of the names `without`."""
+        for file in self.files:
+            copy = directory / file
+            if str(file) in without or copy.exists():
+                continue
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.directory / file, copy)
+        if lost := [f"{file} → {to}" for file, to in self.outside.items() if file not in without]:
+            log.warning(
+                "%s holds links to files elsewhere, which are not copied: %s. Copy them yourself.",
+                self.directory,
+                ", ".join(lost),
+            )
+
+
+def find_companions(directory: Path) -> Companions:
+    """List the files beside a checkpoint: all that hold neither weights nor a model of their own.
+
+    A subdirectory with weights holds the same model in another form (`onnx/`), or another model
+    (`checkpoint-500/`), and is left out as a whole, unless `modules.json` names it as a module that
+    runs after the transformer. Hidden files are left out.
+    """
+    modules = _directories_of_modules(directory)
+    files = [file.relative_to(directory) for file in sorted(visible_files(directory))]
+    of_models = {
+        file.parts[0]
+        for file in files
+        if len(file.parts) > 1 and _has_weights(file) and file.parts[0] not in modules
+    }
+    kept, outside = [], dict[Path, Path]()
+    inside = [directory.resolve()]
+    if inside[0].parent.name == "snapshots":  # in the hub's cache, every file is a link
+        inside.append(inside[0].parents[1] / "blobs")
+    for file in files:
+        if file.parts[0] in of_models or (len(file.parts) == 1 and _has_weights(file)):
+            continue
+        target = (directory / file).resolve()
+        if any(target.is_relative_to(allowed) for allowed in inside):
+            kept.append(file)
+        else:
+            outside[file] = target
+    return Companions(directory, kept, outside)
+
+
+def _has_weights(file: PurePath) -> bool:
+    return file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+
+
+def _directories_of_modules(directory: Path) -> set[str]:
+    """Return the first parts of the paths in `modules.json`; none if it is missing or damaged."""
+    try:
+        modules = json.loads((directory / _MODULES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    listed = modules if isinstance(modules, list) else []
+    paths = [module.get("path") for module in listed if isinstance(module, dict)]
+    return {PurePath(path).parts[0] for path in paths if isinstance(path, str) and path}

@@ -1,0 +1,121 @@
+"""The class that a config names is the one that is pruned; others are refused with the way on."""
+
+import textwrap
+
+import lightning
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import TargetError
+from mrp_lightning.models.classes import is_causal, reads_text_alone
+from mrp_lightning.models.loading import load_text_model
+
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZE |= {"num_attention_heads": 4}
+TEXT = {**SIZE, "model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2}
+IMAGE = {**SIZE, "image_size": 16, "patch_size": 8}
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
+PIXELS = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def config(model_type, **values):
+    return AutoConfig.for_model(model_type, **values)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_tied_classifier_is_no_causal_language_model(streaming, tmp_path):
+    """Its file fits one, since the head is tied: only `score.weight` is left over."""
+    values = {**TEXT, "tie_word_embeddings": True, "pad_token_id": 0, "num_labels": 3}
+    dense = AutoModelForSequenceClassification.from_config(config(**values))
+    dense.save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match=r"LlamaForSequenceClassification.*`mrp-lightning prune`"):
+        CausalLM(tmp_path, streaming=streaming)
+    loaded = load_text_model(str(tmp_path), None)
+    assert torch.equal(loaded.score.weight, dense.score.weight)
+
+
+def test_a_base_model_is_of_its_own_class(tmp_path):
+    AutoModel.from_config(config(**TEXT)).save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match="is a LlamaModel, which predicts no next token"):
+        CausalLM(tmp_path)
+    assert type(load_text_model(str(tmp_path), None)) is transformers.LlamaModel
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "causal"),
+    [
+        ("llama", None, True),
+        ("llama", "LLaMAForCausalLM", True),  # of early conversions, which transformers lacks
+        ("gpt2", "GPT2LMHeadModel", True),
+        ("gpt2", "GPT2ForTokenClassification", False),
+        ("bert", "BertForMaskedLM", False),
+        ("bert", "BertLMHeadModel", True),
+        ("t5", None, False),
+        ("clip", "CLIPModel", False),
+    ],
+)
+def test_which_classes_are_causal(model_type, architecture, causal):
+    named = config(model_type)
+    named.architectures = None if architecture is None else [architecture]
+    assert is_causal(named) is causal
+
+
+OTHERS = {
+    "llava": (
+        config(
+            "llava",
+            text_config={**TEXT, "vocab_size": 70},
+            vision_config={**IMAGE, "model_type": "clip_vision_model", "projection_dim": 32},
+            image_token_index=65,
+        ),
+        "LlavaForConditionalGeneration",
+        {"input_ids": torch.cat([torch.full((4, 4), 65), IDS], 1), "pixel_values": PIXELS},
+    ),
+    "t5": (
+        config("t5", vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
+        "T5ForConditionalGeneration",
+        {"input_ids": IDS, "decoder_input_ids": IDS},
+    ),
+    "clip": (
+        config(
+            "clip",
+            text_config={**SIZE, "vocab_size": 64, "eos_token_id": 2},
+            vision_config=IMAGE,
+            projection_dim=16,
+        ),
+        "CLIPModel",
+        {"input_ids": IDS, "pixel_values": PIXELS},
+    ),
+    "vit": (config("vit", **IMAGE), "ViTModel", {"pixel_values": PIXELS}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_other_inputs_is_refused_with_the_module_that_prunes_it(name, tmp_path):
+    values, kind, inputs = OTHERS[name]
+    torch.manual_seed(0)
+    dense = getattr(transformers, kind)(values)
+    dense.save_pretrained(tmp_path)
+    assert not reads_text_alone(dense)
+    for load in (CausalLM, lambda path: load_text_model(str(path), None)):
+        with pytest.raises(TargetError, match=f"is a {kind}, which reads") as refused:
+            load(tmp_path)
+    lines = str(refused.value).partition("processor makes them:\n")[2].split("\n")[:6]
+    names = {"lightning": lightning, "transformers": transformers}
+    exec(textwrap.dedent("\n".join(lines)), names)
+
+    rows = [dict(zip(inputs, row, strict=True)) for row in zip(*inputs.values(), strict=True)]
+    prune = MRPCallback(pattern="2:4", save_dir=tmp_path / "pruned", skip_indivisible=True)
+    Trainer(**QUIET).predict(names["Runner"](), DataLoader(rows, batch_size=2), callbacks=[prune])
+    saved = getattr(transformers, kind).from_pretrained(tmp_path / "pruned")
+    done = {row.name for row in prune.report.layers if row.skipped is None}
+    assert len(done) >= 2 * 6
+    for layer in done:
+        weight = saved.get_submodule(layer).weight
+        assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all(), layer
