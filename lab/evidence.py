@@ -269,8 +269,10 @@ def left_out(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Iterator[s
         counts = pd.Series([trial.model for trial in missing]).value_counts(sort=False)
         listed = "\n".join(f"* {model}: {count}" for model, count in counts.items())
         yield "## Left out"
-        count = f"{len(missing)} of {len(sweep.trials)} runs"
-        yield f"{count} were not made yet. `make evidence` goes on with them:"
+        yield (
+            f"{len(missing)} planned runs were not made yet. `make evidence` goes on with them, "
+            "the most important first:"
+        )
         yield listed
 
 
