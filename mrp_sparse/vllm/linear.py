@@ -221,23 +221,28 @@ class PackedMethod(LinearMethodBase):
                 zeros = torch.zeros(part.padding, columns, dtype=dtype, device=device)
                 pairs = zip(layer.packed_parts[index], self.form.pack(zeros), strict=True)
                 layer.packed_parts[index] = [torch.cat(pair) for pair in pairs]
+        if len(layer.packed_parts) == len(parts):
+            self._join(layer)
         return None
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Join the rows of all parts.
-
-        Raises:
-            FormatError: Tensors are damaged or missing.
-        """
-        finish(layer)
-        parts = [layer.packed_parts[index] for index in sorted(layer.packed_parts)]
-        del layer.packed_parts
+    def _join(self, layer: Any) -> None:
+        """Join the rows of all parts once the last is there: the next layer takes their room."""
+        parts = [layer.packed_parts.pop(index) for index in sorted(layer.packed_parts)]
         for name, tensors in zip(names_of(self.form), zip(*parts, strict=True), strict=True):
             joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
             setattr(layer, name, nn.Parameter(joined, requires_grad=False))
         if self.form.row_offsets is not None:
             offsets = self.form.row_offsets(getattr(layer, self.form.places))
             layer.register_buffer("weight_offsets", offsets, persistent=False)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Load the kernels.
+
+        Raises:
+            FormatError: Tensors are damaged or missing.
+        """
+        finish(layer)
+        del layer.packed_parts
         if layer.weight.device.type == "cpu":
             compiled.load()  # before torch.compile traces the operators
 
