@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from export.conversion.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import NAME as CARD
 from mrp_lightning.records.model_card import made_by, new_card, with_perplexities, with_section
 from mrp_lightning.targets.blocks import alike
+from mrp_lightning.terminal import Console
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
@@ -110,7 +110,7 @@ class ExportReport:
 
     def print(self) -> None:
         """Print the sizes, the parity, and the layers that stay dense."""
-        console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
+        console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(_sizes(self))
         if self.dense:
             # Layers with equal reasons whose names differ only in numbers share a row.
@@ -120,7 +120,7 @@ class ExportReport:
             rows = _parity_rows(self.parity)
             console.print(_table("Parity with the source", ("what", "result"), rows))
         for note in self.notes:
-            console.print(note, highlight=False)
+            console.print(note)
 
 
 def _size(choice: LayerChoice | HeadChoice) -> dict[str, Any]:

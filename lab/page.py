@@ -23,7 +23,6 @@ from pages.parts import continuations_part, results_part, zero_shot_part
 from pages.peers import NO_PEERS, Peers, read_peers
 from pages.texts import texts_part
 from pages.weights import weights_part
-from rich.console import Console
 
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.commands.sweep import read_sweep
@@ -35,6 +34,7 @@ from mrp_lightning.experiments.runs import ModelRuns, RunDirectory, find_models
 from mrp_lightning.experiments.scores import ScoreFrame, Table, markdown
 from mrp_lightning.files import check_output_file, save_ours
 from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.terminal import Console
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -38,6 +37,7 @@ from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.values import not_finite
+from mrp_lightning.terminal import Console
 
 Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 """Called with items, their number if known, and a description: iterates with a progress bar."""
@@ -52,7 +52,7 @@ def silently(items: Iterable[Any], total: int | None, description: str) -> Itera
 @contextmanager
 def bars() -> Iterator[Track]:
     """Show a progress bar on standard error for each iteration, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     off = not sys.stderr.isatty()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=off) as progress:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers.generation.streamers import BaseStreamer
@@ -35,6 +34,7 @@ from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.targets.plan import Plan
+from mrp_lightning.terminal import Console
 from mrp_lightning.text.mixture import SELF
 from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.text.windows import Cutter, Windows

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -23,6 +22,7 @@ from mrp_lightning.solver.patterns import Pattern, Unstructured, make_pattern
 from mrp_lightning.targets.blocks import without_numbers
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_lightning.terminal import Console
 
 FORMAT_VERSION = 1
 
@@ -169,7 +169,7 @@ def _print_listing(listing: _Listing) -> None:
     blocks = counted(len(listing.blocks), "block")
     where = f"{blocks} ({', '.join(classes)})" if classes else "no blocks"
     amount = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
-    console.print(f"{listing.model}: {listing.model_class}, {where}", highlight=False)
+    console.print(f"{listing.model}: {listing.model_class}, {where}")
     columns = ("name", "kind", "rows × columns", "layers")
     console.print(_table(f"Would be {amount}", columns, listing.layers))
     if listing.skipped:
@@ -180,7 +180,6 @@ def _print_listing(listing: _Listing) -> None:
         f"{counted(totals['layers'], 'layer')} with {totals['parameters']:,} of "
         f"{totals['model_parameters']:,} parameters ({totals['fraction_of_model']:.1%})"
         + ("." if totals["removed"] is None else f"; {totals['removed']:,} would be removed."),
-        highlight=False,
     )
     if listing.quantization:
         console.print(

@@ -61,14 +61,13 @@ def main(args: list[str]) -> None:
         settings = _settings(options)
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
-    from rich.console import Console
-
     from mrp_lightning.callbacks import PruningCallback
     from mrp_lightning.commands.comparison import Conversion, prune_and_compare
     from mrp_lightning.loop.pruning_run import Output
     from mrp_lightning.signals import interruptible, unclaimed_signals
+    from mrp_lightning.terminal import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 100)
     output = Output(out, options.overwrite, resume=not options.restart)
     values = vars(options)
     with (

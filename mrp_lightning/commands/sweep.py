@@ -25,12 +25,12 @@ def main(args: list[str]) -> None:
     # first in a process for both. With rich's first, Lightning's `limit_test_batches: 1` would
     # become 1.0, all batches.
     import lightning.pytorch  # noqa: F401
-    from rich.console import Console
     from rich.markdown import Markdown
 
     from mrp_lightning.experiments.running import comparable_runs, make_runs
     from mrp_lightning.experiments.runs import find_models
     from mrp_lightning.experiments.scores import check_tables, write_tables
+    from mrp_lightning.terminal import Console
 
     check_tables(Path(sweep.out))
     console = Console()

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from mrp_lightning.cli.command import add_model_options, make_parser, number_from
@@ -25,6 +24,7 @@ from mrp_lightning.records.evaluation import (
     record,
     standard_error,
 )
+from mrp_lightning.terminal import Console
 
 
 def main(args: Sequence[str] | None = None) -> None:

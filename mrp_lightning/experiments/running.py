@@ -14,7 +14,6 @@ from typing import Any
 from jsonargparse import ArgumentError, Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
-from rich.console import Console
 
 from mrp_ground.environment import machine
 from mrp_lightning.callbacks.saving import SaveEvaluation
@@ -38,6 +37,7 @@ from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, record
+from mrp_lightning.terminal import Console
 
 _BAR = "trainer.enable_progress_bar"
 
@@ -147,14 +147,14 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         with dequantized_once() if len(numbered) > 1 else nullcontext():
             for number, trial in numbered:
                 position = f"[{number}/{len(work)}]"
-                console.print(f"{position} {trial.directory} …", markup=False, soft_wrap=True)
+                console.print(f"{position} {trial.directory} …", soft_wrap=True)
                 try:
                     result = _make(trial, sweep, tasks)
                 except Exception as error:
                     # Hours of other runs should not be lost; the command ends with an error.
                     failed[trial] = f"{type(error).__name__}: {error}"
                     result = f"{trial.directory} failed: {error}"
-                console.print(f"{position} {result}", markup=False, soft_wrap=True)
+                console.print(f"{position} {result}", soft_wrap=True)
     return failed
 
 

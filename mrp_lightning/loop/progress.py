@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.markup import escape
 
 from mrp_lightning.calibration.offload import peak_memory
 from mrp_lightning.environment import progress_log
@@ -52,10 +53,11 @@ class ProgressReporter:
             yield
         elif isinstance(bar, RichProgressBar) and bar.progress is not None:
             rich = bar.progress
-            task = rich.add_task(name, total=total)
+            # Lightning's bar reads descriptions as markup, and layers may have any name.
+            task = rich.add_task(escape(name), total=total)
 
             def update_rich(done: int, text: str) -> None:
-                rich.update(task, completed=done, description=text)
+                rich.update(task, completed=done, description=escape(text))
                 bar.refresh()
 
             self._update = update_rich

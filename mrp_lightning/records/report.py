@@ -540,8 +540,9 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, Any]) -> str:
         layers: The rows of the report; a layer that stayed dense has the reason.
         totals: The `totals` of the report.
     """
-    from rich.console import Console  # slow to import, and only needed here
-    from rich.table import Table
+    from rich.table import Table  # slow to import, and only needed here
+
+    from mrp_lightning.terminal import Console
 
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("layer", overflow="fold")

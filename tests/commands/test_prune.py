@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -55,6 +56,15 @@ def perplexity(directory: Path, text: str, windows: int) -> float:
         with torch.no_grad():
             losses.append(model(window, labels=labels).loss.item())
     return float(torch.tensor(losses).mean().exp())
+
+
+def test_a_name_that_rich_would_read_is_shown_as_it_is(tiny_llama, text, capsys):
+    out, windows = "résultat [x] b[/r] :x: %d", ["--eval-samples=1", *SMALL]
+    main(["prune", str(tiny_llama), "--bits=8", f"--text={text}", f"--out={out}", *windows])
+    shown = capsys.readouterr().out
+    assert f"The pruned model is in {out};" in shown
+    (report,) = re.findall(r"mrp-lightning report (.*)", shown)
+    assert (Path(*shlex.split(report)) / "pruning_report.json").is_file()
 
 
 def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, capsys):
