@@ -1,15 +1,24 @@
 """Documents of files are what the files say, or an error names the place."""
 
+import bz2
+import gzip
 import json
+import lzma
 import re
+import shlex
+import shutil
+import subprocess
 import time
+import zipfile
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from mrp_lightning.errors import DataError
 from mrp_lightning.text import sources
-from mrp_lightning.text.sources import DatasetText, TextFiles, documents_of_files, expanded
+from mrp_lightning.text.documents import documents_of_files
+from mrp_lightning.text.sources import DatasetText, TextFiles, expanded
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):
@@ -50,6 +59,35 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
     message = f"{re.escape(str(tmp_path / name))} must be UTF-8.* at offset 13 is 0xe9"
     with pytest.raises(DataError, match=message):
         documents_of_files([tmp_path / name], "text")
+
+
+@pytest.mark.parametrize(
+    ("compress", "name", "kind"),
+    [
+        (gzip.compress, "my text.txt.gz", "gzip"),
+        (lzma.compress, "text.xz", "xz"),
+        (bz2.compress, "text.bz2", "bzip2"),
+        (lambda content: b"\x28\xb5\x2f\xfd" + content + b"\xff", "text.zst", "zstd"),
+        (gzip.compress, "text.txt", "gzip"),
+        ("zip", "text.zip", "zip"),
+    ],
+)
+def test_compressed_text_is_named_with_the_command_that_unpacks_it(tmp_path, compress, name, kind):
+    path, content = tmp_path / name, b"A text, and not a short one. " * 20
+    if compress == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("text.txt", content)
+    else:
+        path.write_bytes(compress(content))
+    with pytest.raises(DataError, match=rf"is compressed \({kind}\). Unpack it \(") as caught:
+        documents_of_files([path], "text")
+    assert "iconv" not in str(caught.value)
+    (command,) = re.findall(r"Unpack it \((.*)\), and", str(caught.value))
+    words = shlex.split(command)
+    assert words[-1] == str(path.with_suffix("") if path.suffix != ".txt" else f"{path}.txt")
+    if kind != "zstd" and shutil.which(words[0]):
+        subprocess.run(command, shell=True, check=True)
+        assert documents_of_files([Path(words[-1])], "text") == [content.decode()]
 
 
 def test_a_binary_file_is_named(tmp_path):

@@ -1,0 +1,190 @@
+"""The documents in files: text, lines of .jsonl, and the rows of tables."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, TypeGuard
+
+from mrp_lightning.environment import extra
+from mrp_lightning.errors import DataError, first_line
+
+TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+"""The builder of `datasets` that reads each kind of table."""
+_MESSAGES = "messages"
+"""The key of a conversation, a list of messages with `role` and `content`."""
+Conversation = Callable[[list[dict[str, Any]]], str]
+"""Returns a conversation as the text that a model reads, by its chat template."""
+
+
+def documents_of_files(
+    paths: Sequence[Path],
+    column: str,
+    argument: str = "train_files",
+    conversation: Conversation | None = None,
+) -> list[str]:
+    """Read the documents of files: a text file, a line of a .jsonl file, or a row of a table each.
+
+    Args:
+        paths: The files.
+        column: The key of the text in a line or row. Its value, or that of the key `messages`, may
+            be a conversation.
+        argument: The argument that names the files, for errors.
+        conversation: Formats a conversation as text; `None` if conversations are not allowed.
+
+    Raises:
+        DataError: A file is not UTF-8 text, or a line or row has no text under the key.
+    """
+    read = partial(_text_of_row, column, argument, conversation)
+    documents = []
+    for path in paths:
+        kind = path.suffix.lower()
+        if kind in TABLES:
+            rows = enumerate(_table(path, kind, argument), start=1)
+            documents += [read(row, f"{path}, row {number}") for number, row in rows]
+            continue
+        text = _text_of(path, argument)
+        if kind == ".jsonl":
+            # Not str.splitlines, which also splits at U+2028 and others that JSON allows in a
+            # string.
+            lines = enumerate(text.split("\n"), start=1)
+            documents += [read(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+        elif _is_json(text):
+            raise DataError(
+                f"{path} is JSON, and would be read with its brackets and quotes. Name it .json, "
+                f"or .jsonl with an object a line, with a text under the key {column!r} "
+                "(`text_column`).",
+                argument,
+            )
+        else:
+            documents.append(text)
+    return documents
+
+
+def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
+    """Return the rows of a table."""
+    with extra("data", f"Reading {path.name}"):
+        from datasets import load_dataset
+    options = {"sep": "\t"} if kind == ".tsv" else {}
+    try:
+        with no_bars():
+            return load_dataset(TABLES[kind], data_files=str(path), split="train", **options)
+    except Exception as error:  # builders of `datasets` raise errors of many types
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, PermissionError) and cause.filename != str(path):
+            raise DataError(
+                f"{path} is read through the cache of `datasets`, and {cause.filename} cannot be "
+                "written. Set HF_HOME to a directory that can.",
+                argument,
+            ) from error
+        reason = first_line(cause)
+        raise DataError(f"{path} cannot be read as {kind[1:]} ({reason}).", argument) from error
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Silence the bars of `datasets`, which reads local tables faster than one can follow."""
+    import datasets
+
+    is_silent = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not is_silent:
+            datasets.enable_progress_bars()
+
+
+@dataclass(frozen=True)
+class _Compression:
+    """A kind of compression: how its files begin and end, and the command that unpacks one."""
+
+    name: str
+    start: bytes
+    suffix: str
+    unpack: str
+
+    def advice(self, path: Path) -> str:
+        """Return what a file is, and the command that writes its content beside it."""
+        unpacked = path.with_suffix("") if path.suffix == self.suffix else f"{path}.txt"
+        command = f"{self.unpack} {shlex.quote(str(path))} > {shlex.quote(str(unpacked))}"
+        return f"It is compressed ({self.name}). Unpack it ({command}), and give what comes out."
+
+
+_COMPRESSIONS = (
+    _Compression("gzip", b"\x1f\x8b", ".gz", "gzip -dc"),
+    _Compression("zstd", b"\x28\xb5\x2f\xfd", ".zst", "zstd -dc"),
+    _Compression("xz", b"\xfd7zXZ\0", ".xz", "xz -dc"),
+    _Compression("bzip2", b"BZh", ".bz2", "bzip2 -dc"),
+    _Compression("zip", b"PK\x03\x04", ".zip", "unzip -p"),
+)
+
+
+def _text_of(path: Path, argument: str) -> str:
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8")
+        offset, reason = content.find(0), "as in binary files and UTF-16"
+    except UnicodeDecodeError as error:
+        offset, reason = error.start, error.reason
+    if offset >= 0:  # a zero byte is valid UTF-8, but occurs in no text
+        for compression in _COMPRESSIONS:
+            if content.startswith(compression.start):
+                raise DataError(f"{path} must be UTF-8 text. {compression.advice(path)}", argument)
+        is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        encoding = "utf-16" if is_utf16 else "latin1"
+        only_if = "" if is_utf16 else ", if it is Latin-1"
+        raise DataError(
+            f"{path} must be UTF-8 text. The byte at offset {offset:,} is 0x{content[offset]:02x} "
+            f"({reason}). Convert the file (iconv -f {encoding} -t utf-8{only_if}), or leave it "
+            "out.",
+            argument,
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _is_json(text: str) -> bool:
+    """Return whether a text is JSON: an array, an object, or lines that start with an object."""
+    start = text.lstrip()
+    for part, opening in ((start.partition("\n")[0], "{"), (start, ("[", "{"))):
+        if part.startswith(opening):
+            with suppress(ValueError, RecursionError):
+                return bool(json.loads(part))
+    return False
+
+
+def _text_of_row(
+    column: str, argument: str, conversation: Conversation | None, row: Any, position: str
+) -> str:
+    """Return the text of a row, which is a dictionary or a line of JSON."""
+    problem = shorten(str(row), 60)
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except ValueError as error:
+            row, problem = None, f"{problem} ({error})"
+    if isinstance(row, dict):
+        value = row.get(column, row.get(_MESSAGES))
+        if isinstance(value, str):
+            return value
+        if conversation is not None and _is_conversation(value):
+            return conversation(value)
+        is_there = column in row or value is not None
+        problem = f"{type(value).__name__} there" if is_there else f"the keys {sorted(row)}"
+    raise DataError(
+        f"{position} is no object with a text under the key {column!r} (`text_column`), or with a "
+        f"conversation under {_MESSAGES!r}. Got {problem}.",
+        argument,
+    )
+
+
+def _is_conversation(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
+    )
