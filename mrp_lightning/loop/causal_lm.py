@@ -34,6 +34,7 @@ from mrp_lightning.models.loading import (
     make_config,
     tokenizer_files,
     tokenizer_from_files,
+    warn_of_rounding,
 )
 from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks
@@ -70,9 +71,14 @@ class _ModelSource:
             options["attn_implementation"] = self.attn_implementation
         if self.location is not None:
             options |= self._hub
-            if self.streaming:
-                return load_streamed(self.location, dtype, _blocks_by_name, **options)
-            return load_model(self.location, dtype, **options), None
+            model, streamed = (
+                load_streamed(self.location, dtype, _blocks_by_name, **options)
+                if self.streaming
+                else (load_model(self.location, dtype, **options), None)
+            )
+            if dtype is None:  # else the rounding was asked for
+                warn_of_rounding(model)
+            return model, streamed
         if self.streaming:
             raise OptionError(
                 "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."

@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +23,8 @@ from transformers import (
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
+from mrp_lightning.environment import progress_log as log
+from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError, counted
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
     directory_of,
@@ -45,6 +47,7 @@ from mrp_lightning.models.integrity import (
     left_out,
     misfits,
     not_loaded,
+    read_pickle,
 )
 from mrp_lightning.upstream.transformers_names import conversions_at_loading, dtypes_kept
 
@@ -242,9 +245,6 @@ def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-_WIDE = {"F32": torch.float32, "F64": torch.float64}
-
-
 def stored_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the precision in which a model was published, and is stored again."""
     return as_dtype(model.config.dtype) or model.dtype
@@ -256,8 +256,7 @@ def wider_dtypes(
     """Return the dtypes of weights that are stored wider than `dtype`, by name.
 
     These are weights that transformers keeps in float32 when it loads a model in `dtype` and, with
-    `as_published`, weights that are wider in the source's files, if these are safetensors and still
-    exist.
+    `as_published`, weights that are wider in the source's files, if these still exist.
     """
     dtypes: dict[str, torch.dtype] = {}
     if kept := dtypes_kept(model, dtype):
@@ -266,7 +265,8 @@ def wider_dtypes(
             if (match := pattern.search(name)) and match.lastgroup:
                 dtypes[name] = kept[groups[match.lastgroup]]
     if as_published:
-        dtypes |= {n: d for n, d in _published_wide(model) if d.itemsize > dtype.itemsize}
+        wide = _published_wide(model)
+        dtypes |= {name: x.dtype for name, x in wide if x.dtype.itemsize > dtype.itemsize}
     return dtypes
 
 
@@ -292,24 +292,65 @@ def cast(
     return result
 
 
-def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]:
-    """Yield the names in the model of tensors that its source holds in 32 bits or more."""
+def warn_of_rounding(model: PreTrainedModel) -> None:
+    """Warn if a model that was loaded in the dtype of its configuration lost digits of its files.
+
+    float32 tensors whose values are those of 16 bits lose none. Reading ends with the first tensor
+    that does: the rest may be more than memory holds.
+    """
+    state = model.state_dict()
+    rounded = 0
+    loses_digits = False
+    kinds: set[tuple[str, str]] = set()
+    for name, tensor in _published_wide(model):
+        dtype = state[name].dtype if name in state else tensor.dtype
+        if dtype.itemsize < tensor.dtype.itemsize:
+            rounded += 1
+            kinds.add((_short(tensor.dtype), _short(dtype)))
+            loses_digits = loses_digits or not torch.equal(tensor, tensor.to(dtype).to(tensor))
+    if loses_digits:
+        stored, dtypes = (" and ".join(sorted({*kind})) for kind in zip(*kinds, strict=True))
+        log.warning(
+            "`model`: %s in the files of %s %s %s, and the configuration says %s: all are rounded "
+            "to it, here and in what is saved. `dtype: %s` (`--dtype %s`) keeps them.",
+            counted(rounded, "tensor"),
+            model.name_or_path,
+            "is" if rounded == 1 else "are",
+            stored,
+            dtypes,
+            *(2 * [stored.rpartition(" ")[2]]),
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors that a model's source holds in 32 bits or more.
+
+    Each has the name of the weight of the model that is, or is computed from, the tensor.
+    """
     # The source may have been deleted or replaced, or be a name that the hub does not know.
     with suppress(FormatError, OSError, SafetensorError):
-        stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
         # Conversions are stateful, so each use takes a copy.
         name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))
-        yield from ((name_in_model(name)[0], dtype) for name, dtype in stored.items())
+        for name, tensor in _stored(model):
+            if tensor.is_floating_point() and tensor.dtype.itemsize >= torch.float32.itemsize:
+                yield name_in_model(name)[0], tensor
 
 
-def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Yield the names and dtypes of the tensors in the safetensors files of a loaded model."""
+def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the files of a loaded model, memory-mapped: only used ones are read."""
     directory = directory_of(model.name_or_path or "")
     for file in weight_files(directory) if directory else ():
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no mapping)
-                    yield name, opened.get_slice(name).get_dtype()
+                    yield name, opened.get_tensor(name)
+        elif is_zipfile(file):  # older pickles cannot be memory-mapped
+            content = read_pickle(file)
+            yield from ((name, x) for name, x in content.items() if isinstance(x, Tensor))
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:

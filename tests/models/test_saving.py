@@ -1,12 +1,14 @@
 """A saved model holds what the model holds."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mrp_lightning import CausalLM
 from mrp_lightning.models.loading import load_model, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.models.streaming import load_streamed
@@ -102,3 +104,37 @@ def test_the_precision_of_a_model_of_the_hub_is_found(tiny_llama, monkeypatch, t
     for name in ("", str(tmp_path / "gone" / "model.gguf")):
         made.name_or_path = name
         assert not wider_dtypes(made, torch.bfloat16, as_published=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_configuration_that_rounds_its_files_is_said(streaming, build, tmp_path, caplog):
+    """Unless nothing is lost, the rounding is asked for, or transformers keeps the tensor."""
+    kept = publish(build("deepseek_v3"), tmp_path, "model.norm.weight")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert len(kept) == 3
+    for added, is_said in ((2**-12, True), (0.0, False)):
+        values = weights["model.norm.weight"].bfloat16().float() + added
+        save_file(weights | {"model.norm.weight": values}, tmp_path / "model.safetensors")
+        for dtype in (None, "bfloat16", "float32"):
+            caplog.clear()
+            module = CausalLM(tmp_path, dtype=dtype, streaming=streaming)
+            loses = module.model.model.norm.weight.float() != values
+            assert bool(loses.any()) == (is_said and dtype != "float32")
+            said = f"1 tensor in the files of {tmp_path} is float32, and the configuration says bf"
+            assert (said in caplog.text) == (is_said and dtype is None), caplog.text
+            assert ("rounded" in caplog.text) == (is_said and dtype is None)
+
+
+def test_pickled_float32_weights_are_rounded_only_with_a_word(tiny_llama, tmp_path, caplog):
+    shutil.copytree(tiny_llama, tmp_path / "source")
+    directory = tmp_path / "source"
+    weights = load_file(directory / "model.safetensors")
+    torch.save({name: x.float() for name, x in weights.items()}, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    assert CausalLM(directory).model.dtype == torch.float16
+    assert f"{len(weights)} tensors in the files of {directory} are float32" in caplog.text
+    save_pretrained(CausalLM(directory, dtype="float32").model, directory / "again")
+    for name, tensor in load_file(directory / "again" / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name].float()), name
