@@ -20,14 +20,18 @@ from mrp_lightning.commands.main import command_named
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.environment import quiet_lightning
-from mrp_lightning.errors import ArgumentError, counted
+from mrp_lightning.errors import ArgumentError, DataError, OptionError, counted
 from mrp_lightning.experiments.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
 from mrp_lightning.loop.module_plan import plan_for
 from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.pruned_module import check_save_dir
+from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
+from mrp_lightning.models.classes import is_causal
+from mrp_lightning.models.gguf import find_gguf, located
+from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
@@ -55,10 +59,10 @@ def prune_and_compare(
     Arguments and text are checked before the first evaluation.
 
     Args:
-        source: The arguments of the `CausalLM`.
+        source: The arguments of the `CausalLM`, or of a `TextModel`, as the configuration says.
         text: The arguments of the `TextDataModule`; a tenth of files is held out. Without files,
-            the model is calibrated on text that it writes itself, and evaluated on the source code
-            of Python's standard library.
+            a causal language model is calibrated on text that it writes itself, and evaluated on
+            the source code of Python's standard library.
         prune: The callback, with `save_dir`.
         conversions: The conversions of the pruned model to other formats.
         windows: The largest number of windows to evaluate on.
@@ -74,7 +78,9 @@ def prune_and_compare(
     # speed of the first evaluation, and only then hours of work begin.
     with quiet_lightning():
         console.print(f"Loading {source['model']} …")
-        model = CausalLM(**source)
+        model = _load(source, text)
+        if isinstance(model, TextModel):
+            data = _fitted(text, model)
         subject = _Subject.of(model, data, prune, conversions, windows, accelerator)
         console.print(subject.plan_text())
         dense = subject.evaluate("dense", console)
@@ -89,7 +95,10 @@ def prune_and_compare(
     assert report is not None
     assert directory is not None
     name = held_out.name
-    record(directory, perplexity={name: pruned}, dense={name: dense}, model=str(directory))
+    scores = {"perplexity": {name: pruned}, "dense": {name: dense}}
+    if isinstance(model, TextModel):
+        scores = {"similarity": {name: pruned}}
+    record(directory, **scores, model=str(directory))
     if not report.narrowed:
         sizes = _equally_fast(sizes)
     table = _table(dense, pruned, prune, sizes, seconds)
@@ -100,7 +109,42 @@ def prune_and_compare(
     finally:  # also if a conversion fails: the pruned model is saved
         console.print(table)
         console.print(f"Evaluated on {held_out.described(dense)}.")
-    return _why_useless(_ratio(dense, pruned), report)
+    return _why_useless(dense, pruned, report)
+
+
+def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
+    """Load the model as the class that its configuration names."""
+    hub = {key: source[key] for key in ("revision", "trust_remote_code")}
+    location = located(source["model"], source["gguf_file"], source["revision"])
+    if find_gguf(location) is not None or is_causal(load_config(location, **hub)):
+        return CausalLM(**source)
+    if not text["train_files"]:
+        raise OptionError(
+            f"the model {location} predicts no next token, so it cannot write the text that it is "
+            "calibrated on. Give files of texts like those that it reads.",
+            "train_files",
+        )
+    return TextModel(location, dtype=source["dtype"], **hub, tokenizer=text.get("tokenizer"))
+
+
+def _fitted(text: Mapping[str, Any], model: TextModel) -> TextDataModule:
+    """Return the text of files in windows that leave room for the tokens after each text.
+
+    Raises:
+        DataError: The windows that the user asks for are longer than the model can read.
+    """
+    longest, end = model.longest, len(model.end)
+    length = text.get("sequence_length") or min(_LONGEST_TEXT, longest or _LONGEST_TEXT)
+    if longest is not None and length > longest:
+        raise DataError(
+            f"the windows have {length} tokens, and the model reads {longest}. Give that or less.",
+            "sequence_length",
+        )
+    return TextDataModule(**{**text, "sequence_length": max(2, length - end)}, hold_out=True)
+
+
+_LONGEST_TEXT = 512
+"""Tokens a window of a model without a limit: encoders are seldom given longer texts."""
 
 
 def _data(text: Mapping[str, Any]) -> TextDataModule:
@@ -124,7 +168,7 @@ class _Subject:
         trainer: The trainer of all runs of the model.
     """
 
-    model: CausalLM
+    model: CausalLM | TextModel
     data: TextDataModule
     settings: Settings
     plan: Plan
@@ -135,7 +179,7 @@ class _Subject:
     @classmethod
     def of(
         cls,
-        model: CausalLM,
+        model: CausalLM | TextModel,
         data: TextDataModule,
         prune: PruningCallback,
         conversions: "Sequence[Conversion]",
@@ -147,6 +191,12 @@ class _Subject:
         check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
         for conversion in conversions:
             conversion.check()
+            if conversion.command == "gguf" and isinstance(model, TextModel):
+                raise OptionError(
+                    f"a {type(model.model).__name__} predicts no next token, and files for "
+                    "llama.cpp are made of models that do. Leave it out.",
+                    "gguf",
+                )
         plan = plan_for(model, prune.settings)
         trainer = Trainer(
             accelerator=accelerator,
@@ -182,7 +232,7 @@ class _Subject:
         )
 
     def evaluate(self, name: str, console: Console) -> Scores:
-        """Measure the perplexity of the model on the held-out windows."""
+        """Measure the model on the held-out windows, by its perplexity or its outputs."""
         return self.held_out.evaluate(name, self.model, self.trainer, console)
 
     def size(self) -> "Size":
@@ -266,7 +316,7 @@ class Size:
     ms_a_token: float | None = None
 
     @classmethod
-    def of(cls, module: CausalLM) -> "Size":
+    def of(cls, module: CausalLM | TextModel) -> "Size":
         """Measure a model on its device by generating a few tokens."""
         model: Any = module.model
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -322,8 +372,10 @@ class _HeldOut:
         name = files if data.train_files else f"source of {StandardLibrary().name}"
         return cls(name, data.windows("test", limit), data.batch_size)
 
-    def evaluate(self, name: str, model: CausalLM, trainer: Trainer, console: Console) -> Scores:
-        """Measure the perplexity of a model."""
+    def evaluate(
+        self, name: str, model: CausalLM | TextModel, trainer: Trainer, console: Console
+    ) -> Scores:
+        """Measure the perplexity of a model or, for a `TextModel`, the cosine of its outputs."""
         console.print(f"Evaluating the {name} model on the {self.name} …")
         clock = _Clock()
         trainer.callbacks.append(clock)
@@ -394,17 +446,22 @@ def _table(
     totals = report.totals
     table = Table()
     table.add_column("model", overflow="fold")
-    columns = (f"perplexity @{dense['context']}", "× dense", "weights removed", "weights")
-    for column in (*columns, "ms a token", "time"):
+    measures = [f"perplexity @{dense['context']}", "× dense"]
+    if "cosine" in dense:
+        measures = ["mean cosine of outputs", ""]
+        values = [["1", ""], [f"{pruned['cosine']:.4f}", ""]]
+    else:
+        ratio = number(_ratio(dense, pruned))
+        values = [[perplexity(dense["perplexity"]), ""], [perplexity(pruned["perplexity"]), ratio]]
+    for column in (*measures, "weights removed", "weights", "ms a token", "time"):
         table.add_column(column, justify="right")
-    table.add_row("dense", perplexity(dense["perplexity"]), "", "", *sizes[0].cells(), "")
+    table.add_row("dense", *values[0], "", *sizes[0].cells(), "")
     share = percent(totals["removed"] / totals["model_weights"])
     if report.narrowed:
         share = percent(1 - report.narrowed["model_weights"] / totals["model_weights"])
     table.add_row(
         f"{_amount(prune.settings)} by {_method(prune.settings)}",
-        perplexity(pruned["perplexity"]),
-        number(_ratio(dense, pruned)),
+        *values[1],
         share,
         *sizes[1].cells(),
         roughly(max(seconds, totals["seconds"])),  # includes interrupted runs
@@ -428,18 +485,25 @@ def _ratio(dense: Scores, pruned: Scores) -> float:
 
 _USELESS_RATIO = 3.0
 """The ratio of perplexities above which a pruned model is of little use."""
+_USELESS_COSINE = 0.5
+"""The mean cosine below which outputs point elsewhere: the angle is above 60°."""
 _LEAST_REMOVED = 0.001
 """The fraction of removed weights below which a pruning has no benefit."""
 
 
-def _why_useless(ratio: float, report: PruningReport) -> str | None:
+def _why_useless(dense: Scores, pruned: Scores, report: PruningReport) -> str | None:
     """Return why a pruned model is of no use, `None` if it may be useful."""
-    totals = report.totals
-    if not ratio < _USELESS_RATIO:
+    totals, loss = report.totals, None
+    if "cosine" in pruned:
+        if not (cosine := pruned["cosine"] or 0.0) >= _USELESS_COSINE:
+            loss = f"The mean cosine of the outputs with those before is {number(cosine)}"
+    elif not (ratio := _ratio(dense, pruned)) < _USELESS_RATIO:
+        loss = f"The perplexity is {number(ratio)} times that of the dense model"
+    if loss is not None:
         return (
-            f"The perplexity is {number(ratio)} times that of the dense model, which is of little "
-            "use. Remove less (a lower `--sparsity`, a `--pattern` that keeps more, or more bits), "
-            "or lose less: `--recipe best` and calibration `--text` that is like yours."
+            f"{loss}, which is of little use. Remove less (a lower `--sparsity`, a `--pattern` "
+            "that keeps more, or more bits), or lose less: `--recipe best` and calibration "
+            "`--text` that is like yours."
         )
     config = report.config
     is_changed = report.narrowed or any(config.get(key) for key in ("bits", "grid", "head_grid"))

@@ -45,7 +45,8 @@ _SPELLINGS = {
 
 _DESCRIPTION = (
     "Prune or quantise a language model, measure its perplexity before and after on text that it "
-    "was not calibrated on, save it, and convert it. `predict` does the same by YAML files."
+    "was not calibrated on, save it, and convert it. `predict` does the same by YAML files. An "
+    "encoder or classifier of text is measured by the cosine of its outputs before and after."
 )
 
 
@@ -64,6 +65,7 @@ def main(args: list[str]) -> None:
     from mrp_lightning.callbacks import PruningCallback
     from mrp_lightning.commands.comparison import Conversion, prune_and_compare
     from mrp_lightning.loop.pruning_run import Output
+    from mrp_lightning.records import evaluation
     from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.terminal import Console
 
@@ -77,16 +79,19 @@ def main(args: list[str]) -> None:
     ):
         conversions = [Conversion(*each) for each in _conversions(options, out)]
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
+        callback = PruningCallback.of(settings, output)
         problem = prune_and_compare(
             {key: values[key] for key in _OF_MODEL},
             text | {"train_files": files},
-            PruningCallback.of(settings, output),
+            callback,
             conversions,
             windows=options.eval_samples,
             accelerator=options.accelerator,
             console=console,
         )
-    console.print(problem or _next_steps(out, conversions), soft_wrap=True)
+    assert callback.save_dir is not None
+    is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
+    console.print(problem or _next_steps(out, conversions, is_causal), soft_wrap=True)
 
 
 def _settings(options: Namespace) -> Settings:
@@ -149,11 +154,12 @@ def _default_out(options: Namespace, settings: Settings) -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
-    """Return the next steps with a pruned model, as commands."""
+def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool) -> str:
+    """Return the next steps with a pruned model, a causal language model or not, as commands."""
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
-    lines = [f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:"]
+    kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"
+    lines = [f"The pruned model is in {out}; {kind}.from_pretrained loads it. Next:"]
     for conversion in conversions:
         result = shlex.quote(str(conversion.out))
         if conversion.command == "gguf":
@@ -167,14 +173,12 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
             f"  mrp-lightning export {directory}",
             "      packs it without its zeros: smaller, and faster where a kernel supports it",
         ]
-    return "\n".join(
-        [
-            *lines,
+    if is_causal:
+        lines += [
             f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',
             f"  mrp-lightning zeroshot {directory} --tasks hellaswag,piqa",
-            f"  mrp-lightning report {directory}",
         ]
-    )
+    return "\n".join([*lines, f"  mrp-lightning report {directory}"])
 
 
 _HELP = {

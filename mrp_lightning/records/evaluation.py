@@ -42,6 +42,8 @@ class Evaluation:
             has scores itself `depth`, the number of such groups around it.
         continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
             writes, always with the most likely token.
+        similarity: By text, of an encoder or classifier: the mean `cosine` of its outputs before
+            and after the pruning, with the `context` and the number of `windows`.
         dense: `perplexity` of the model before it was pruned, on the same windows.
         model: The directory or hub id of the model.
         versions: The versions of the libraries in the last recorded evaluation.
@@ -51,6 +53,7 @@ class Evaluation:
     perplexity: dict[str, Scores] = field(default_factory=dict)
     zeroshot: dict[str, Scores] = field(default_factory=dict)
     continuations: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    similarity: dict[str, Scores] = field(default_factory=dict)
     dense: dict[str, Scores] = field(default_factory=dict)
     model: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -67,8 +70,8 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
 
     Args:
         directory: The directory of the file; made if it does not exist.
-        **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `continuations`, `dense` and
-            `model`. `None` adds nothing.
+        **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `continuations`,
+            `similarity`, `dense` and `model`. `None` adds nothing.
 
     Returns:
         The path of the file.

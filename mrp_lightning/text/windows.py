@@ -275,6 +275,27 @@ class Cutter:
             )
         if self.bos == "text":
             return torch.tensor([]).long()
+        start, _ = self._added
+        size = len(start)
+        if size and size + 2 > self.length:  # the first token of the text is not predicted
+            raise DataError(
+                f"of {self.length} tokens {size} are what the tokenizer puts before a text, of "
+                "which two or more are needed. Give longer windows, or `bos: text`.",
+                "sequence_length",
+            )
+        return start
+
+    @property
+    def suffix(self) -> Tensor:
+        """The tokens that the tokenizer puts after a text, such as [SEP], (tokens,), int64.
+
+        Encoders read them at the end of a text; windows do not have them.
+        """
+        return self._added[1]
+
+    @cached_property
+    def _added(self) -> tuple[Tensor, Tensor]:
+        """The tokens that the tokenizer puts before and after a text."""
         bare = tokenize(self.tokenizer, "a", special_tokens=False).tolist()
         whole = tokenize(self.tokenizer, "a").tolist()
         starts = range(len(whole) - len(bare) + 1)
@@ -285,13 +306,7 @@ class Cutter:
                 f"{whole} of 'a', and {bare} without special tokens. Use `bos: text`.",
                 "bos",
             )
-        if size and size + 2 > self.length:  # the first token of the text is not predicted
-            raise DataError(
-                f"of {self.length} tokens {size} are what the tokenizer puts before a text, of "
-                "which two or more are needed. Give longer windows, or `bos: text`.",
-                "sequence_length",
-            )
-        return torch.tensor(whole[:size]).long()
+        return torch.tensor(whole[:size]).long(), torch.tensor(whole[size + len(bare) :]).long()
 
     def within(self, documents: Iterable[str], name: str) -> "Cutter":
         """Return this cutter or, if the text is shorter than a window, one whose window it fills.

@@ -372,11 +372,18 @@ def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatc
 def test_a_ruined_model_and_one_as_before_end_with_a_sentence():
     totals = {"removed": 20, "model_weights": 10**6}
     report = SimpleNamespace(totals=totals, narrowed={}, config={})
-    assert "is 1.42e+04 times that of the dense model" in _why_useless(14200.0, report)
-    assert "neither smaller nor faster" in _why_useless(1.001, report)
-    assert _why_useless(1.001, SimpleNamespace(**vars(report) | {"config": {"bits": 4}})) is None
+
+    def why(perplexity, **settings):
+        told = SimpleNamespace(**vars(report) | {"config": settings})
+        return _why_useless({"perplexity": 1.0}, {"perplexity": perplexity}, told)
+
+    assert "is 1.42e+04 times that of the dense model" in why(14200.0)
+    assert "neither smaller nor faster" in why(1.001)
+    assert why(1.001, bits=4) is None
     totals["removed"] = 10**5
-    assert _why_useless(1.2, report) is None
+    assert why(1.2) is None
+    assert "those before is 0.3, which is of little" in _why_useless({}, {"cosine": 0.3}, report)
+    assert _why_useless({}, {"cosine": 0.97}, report) is None
 
 
 def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path):

@@ -1,0 +1,150 @@
+"""`prune` takes encoders and classifiers, of the class that their config names."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from mrp_lightning import TextDataModule
+from mrp_lightning.commands.main import main
+from mrp_lightning.loop.text_model import TextModel, mean_cosine
+
+SMALL = ["--num-samples=4", "--sequence-length=16", "--accelerator=cpu", "--eval-samples=5"]
+MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+LETTERS = "abcdefgh"
+WORDS = {word: k for k, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS])}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    """A sentence encoder, as sentence-transformers saves one."""
+    directory = tmp_path_factory.mktemp("models") / "encoder"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes["initializer_range"] = 0.5  # so that the outputs change
+    config = BertConfig(vocab_size=16, num_hidden_layers=2, max_position_embeddings=24, **sizes)
+    BertModel(config).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [(word, WORDS[word]) for word in ("[CLS]", "[SEP]")]
+    words.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    named = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(directory)
+    (directory / "modules.json").write_text(json.dumps(MODULES))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
+    return directory
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    letters = torch.randint(8, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "text.txt").write_text(" ".join(LETTERS[k] for k in letters))
+    return tmp_path / "text.txt"
+
+
+@torch.no_grad()
+def expected_cosine(dense, pruned, tokenizer, text: Path) -> float:
+    """By the models' own forward on [CLS] … [SEP] of the held-out end of the text."""
+    (held_out,) = TextDataModule([text], hold_out=True).documents("test")
+    ids = tokenizer(held_out, add_special_tokens=False)["input_ids"]
+    cosines = []
+    for k in range(5):
+        window = torch.tensor([[2, *ids[14 * k : 14 * (k + 1)], 3]])
+        outputs = [model.eval()(window).last_hidden_state[0] for model in (dense, pruned)]
+        cosines.append(F.cosine_similarity(*outputs, dim=-1).mean())
+    return float(torch.stack(cosines).mean())
+
+
+def test_a_sentence_encoder_is_pruned_with_all_that_lies_beside_it(encoder, text, capsys):
+    main(["prune", str(encoder), "--pattern=2:4", f"--text={text}", "--out=out", *SMALL])
+    shown = capsys.readouterr().out
+    dense, pruned = AutoModel.from_pretrained(encoder), AutoModel.from_pretrained("out")
+    assert type(pruned) is BertModel
+    layers = [n for n, module in pruned.encoder.named_modules() if isinstance(module, nn.Linear)]
+    assert len(layers) == 2 * 6
+    for name in layers:
+        weight = pruned.encoder.get_submodule(name).weight
+        assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all(), name
+    assert torch.equal(pruned.pooler.dense.weight, dense.pooler.dense.weight)
+
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    cosine = expected_cosine(dense, pruned, tokenizer, text)
+    assert 0.5 < cosine < 0.9999
+    (printed,) = re.findall(r"│ 2:4 by SM +│ +([\d.]+) │", shown)
+    assert float(printed) == pytest.approx(cosine, abs=1e-4)
+    recorded = json.loads(Path("out/evaluation.json").read_text())
+    (scores,) = recorded["similarity"].values()
+    assert scores == {"cosine": pytest.approx(cosine, abs=1e-5), "context": 16, "windows": 5}
+    assert not recorded["perplexity"]
+
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+        assert Path("out", name).read_text() == (encoder / name).read_text()
+    assert "perplexity" not in shown
+    assert "zeroshot" not in shown
+
+
+def test_a_tied_classifier_keeps_its_head(tiny_llama, text, capsys):
+    shutil.copytree(tiny_llama, "dense")
+    dense = LlamaForSequenceClassification.from_pretrained("dense", num_labels=3)
+    dense.save_pretrained("dense")
+    main(["prune", "dense", "--sparsity=0.5", f"--text={text}", "--out=out", *SMALL])
+    pruned = LlamaForSequenceClassification.from_pretrained("out")
+    assert torch.equal(pruned.score.weight, dense.score.weight)
+    share = (pruned.model.layers[0].mlp.up_proj.weight == 0).float().mean()
+    assert float(share) == 0.5
+    assert "mean cosine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--text=text.txt", "--sequence-length=25"], "25 tokens, and the model reads 24"),
+        (["--text=text.txt", "--gguf=out.gguf"], "`--gguf`: a BertModel predicts no next token"),
+        ([], "`--text`: the model .* cannot write the text"),
+    ],
+)  # fmt: skip
+def test_what_an_encoder_cannot_do_is_refused_before_work(encoder, text, options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", str(encoder), "--pattern=2:4", "--accelerator=cpu", *options])
+    ended = capsys.readouterr()
+    assert re.search(message, ended.err)
+    assert "Evaluating" not in ended.out
+
+
+def test_cosines_are_of_the_features_of_each_token():
+    a, b = torch.randn(2, 3, 4, 8, dtype=torch.float64).unbind(0)
+    expected = [
+        (x @ y) / (x.norm() * y.norm())
+        for x, y in zip(*(x.view(-1, 8) for x in (a, b)), strict=True)
+    ]
+    assert mean_cosine(a, b) == pytest.approx(float(sum(expected) / 12))
+    one = torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [-1.0]])  # a ranking model's
+    assert mean_cosine(*one) == pytest.approx(0.0)
+
+
+def test_a_window_ends_as_a_text_of_the_tokenizer_does(encoder):
+    model = TextModel(encoder)
+    assert model.longest == 24
+    ids = torch.tensor([[2, 4, 5]])
+    with torch.no_grad():
+        expected = model.model(torch.tensor([[2, 4, 5, 3]])).last_hidden_state
+        assert torch.equal(model.predict_step(ids, 0), expected)
+        padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        assert model.predict_step(padded, 0).shape[1] == 3  # the caller's own texts
