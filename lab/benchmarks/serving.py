@@ -224,8 +224,8 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
         f"{GROUP}; sparse weights are `bitmask` and `bitmask4`. Tokens a second, medians of "
         f"interleaved rounds ({results[0]['rounds']}) on an idle machine. Prompts have "
         f"{PROMPT} tokens. Decoding one sequence is bound by memory, which a virtual machine "
-        "shares: between runs on one machine, dense took 18.8 to 25.8 tokens a second, and sparse weights "
-        "of four bits were 1.9 to 2.4 times as fast."
+        "shares: between runs on one machine, dense took 18.8 to 25.8 tokens a second, and sparse "
+        "weights of four bits were 1.9 to 2.4 times as fast."
     )
     for result in results:
         rates, columns = result["rates"], list(result["rates"]["dense"])
