@@ -41,7 +41,7 @@ def convert(options: Namespace) -> Path:
     """
     # Only now: they load transformers, which help and a mistake need not wait for.
     with extra("gguf", "Writing a GGUF file"):
-        from export.conversion.gguf_file import write_gguf
+        from export.gguf.file import write_gguf
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
     from export.conversion.claims import Claims
     from mrp_lightning.models.gguf import find_gguf

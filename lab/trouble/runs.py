@@ -195,7 +195,7 @@ def import_all() -> None:
     import lightning.pytorch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import export.conversion.gguf_file
+    import export.gguf.file
     import export.packing
     import export.to_gguf
     import export.to_sparse  # noqa: F401

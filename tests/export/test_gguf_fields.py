@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 
-from export.conversion.gguf_families import FAMILIES
+from export.gguf.families import FAMILIES
 from export.to_gguf import main
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -15,8 +15,8 @@ import gguf
 from gguf.quants import dequantize
 
 from callbacks import MRPCallback
-from export.conversion import gguf_file
-from export.conversion.gguf_types import Encoded, encode
+from export.gguf import file as gguf_file
+from export.gguf.types import Encoded, encode
 from export.to_gguf import main
 from mrp_lightning import CausalLM, Trainer
 

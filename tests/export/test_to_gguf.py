@@ -15,7 +15,7 @@ import gguf
 from gguf.quants import dequantize
 from gguf_files import write
 
-from export.conversion.gguf_types import encode
+from export.gguf.types import encode
 from mrp_ground.grid import GRIDS, Grid, GridParameters
 from mrp_lightning.errors import FormatError
 from mrp_lightning.records.grid_file import NAME

@@ -16,7 +16,7 @@ if shutil.which("strace") is None:
 
 from trouble import disk, kills, power, runs
 
-from export.conversion import gguf_file
+from export.gguf import file as gguf_file
 from mrp_lightning import files, outputs
 
 

@@ -43,7 +43,7 @@ ORDER = {
     ),
     "mrp_ground": ("errors", "arguments", "json_files", "environment", "grid", "upstream"),
     "mrp_sparse": ("formats", "kernels", "vllm"),
-    "export": ("backends", "loading", "conversion", "timing", "comparison"),
+    "export": ("backends", "loading", "conversion", "gguf", "timing", "comparison"),
     "callbacks": (),
 }
 """A folder, or a module, imports only from itself and from those before it."""

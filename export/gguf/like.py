@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.gguf_families import FAMILIES, Family, metadata
-from export.conversion.gguf_fields import SIZES, WITHOUT_EFFECT, own_code
-from export.conversion.gguf_layout import (
+from export.gguf.families import FAMILIES, Family, metadata
+from export.gguf.fields import SIZES, WITHOUT_EFFECT, own_code
+from export.gguf.layout import (
     Layout,
     Location,
     arranged_parameters,
@@ -34,7 +34,7 @@ from export.conversion.gguf_layout import (
     separate_head,
     table_shared,
 )
-from export.conversion.gguf_positions import Tables
+from export.gguf.positions import Tables
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
 from mrp_lightning.upstream.other_names import bounded_gguf

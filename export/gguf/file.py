@@ -11,10 +11,10 @@ from gguf import GGUFReader, GGUFWriter
 from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.gguf_families import layout_of_family
-from export.conversion.gguf_like import layout_like
-from export.conversion.gguf_proof import prove
-from export.conversion.gguf_types import AUTO, TYPES, encode, exact_type
+from export.gguf.families import layout_of_family
+from export.gguf.like import layout_like
+from export.gguf.proof import prove
+from export.gguf.types import AUTO, TYPES, encode, exact_type
 from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import flush

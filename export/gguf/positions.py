@@ -7,7 +7,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from transformers import PreTrainedConfig
 
-from export.conversion.gguf_fields import Rule
+from export.gguf.fields import Rule
 
 Tables = dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]
 

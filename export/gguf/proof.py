@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.gguf_layout import Layout
+from export.gguf.layout import Layout
 from mrp_lightning.errors import ParityError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import RECOMPUTED

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.gguf_fields import (
+from export.gguf.fields import (
     GELU,
     NO,
     SILU,
@@ -27,7 +27,7 @@ from export.conversion.gguf_fields import (
     scale_of_queries,
     unheld_window,
 )
-from export.conversion.gguf_layout import (
+from export.gguf.layout import (
     Layout,
     Location,
     arranged_parameters,
@@ -38,14 +38,14 @@ from export.conversion.gguf_layout import (
     separate_head,
     table_shared,
 )
-from export.conversion.gguf_positions import (
+from export.gguf.positions import (
     PLAIN,
     Tables,
     local_and_global,
     positions,
     positions_of,
 )
-from export.conversion.gguf_tokenizer import tokenizer_fields
+from export.gguf.tokenizer import tokenizer_fields
 from mrp_lightning.errors import OptionError
 
 _REMEDY = "Give a GGUF file of the same model with --like."

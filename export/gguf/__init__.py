@@ -1,0 +1,1 @@
+"""Write a checkpoint as a GGUF file, which is proven against the files of the checkpoint."""
