@@ -41,7 +41,7 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 GGUF := runs/gguf/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf runs/gguf/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 evidence: $(GGUF) runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 	$(if $(WIKITEXT2),ln -sfn "$(abspath $(WIKITEXT2))" runs/wikitext2)
-	$(BIN)/python lab/evidence.py --config lab/pages/evidence.yaml $(if $(LIMIT),--limit $(LIMIT))
+	$(BIN)/python lab/evidence.py --config lab/evidence.yaml $(if $(LIMIT),--limit $(LIMIT))
 
 runs/gguf/qwen2.5-coder-%b-instruct-q4_k_m.gguf: | .venv/installed
 	$(BIN)/hf download Qwen/Qwen2.5-Coder-$*B-Instruct-GGUF $(@F) --local-dir $(@D)

@@ -1,6 +1,6 @@
 """`make evidence`: one protocol for real models of several sizes, in one table.
 
-    python lab/evidence.py --config lab/pages/evidence.yaml
+    python lab/evidence.py --config lab/evidence.yaml
 
 Each run of the sweep is made by `mrp-lightning sweep` in a process of its own, so that its peak of
 memory is its own, in the order of `order`. Its row is added to the table, and the page and its

@@ -79,7 +79,9 @@ def test_the_parity_gate_runs_on_the_device(second, kind, tmp_path):
     assert parity.failures == []
     assert len(parity.operators) == sum(layer.reason is None for layer in layers) > 0
     assert parity.text is not None
-    assert parity.text.bit_equal or second.type == "cuda"
+    # Kernels for many tokens sum in another order than dense products: within rounding, not bits.
+    assert parity.text.confident_agreement == 1
+    assert parity.text.max_difference < 0.01
 
 
 def test_dense_weights_are_where_the_packed_ones_are(second, kind):

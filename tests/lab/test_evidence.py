@@ -108,7 +108,7 @@ def test_the_committed_table_and_page_fit_the_sweep(monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = read_sweep(["--config=configs/sweeps/evidence.yaml"])
     names = {tuple(evidence.key_of(trial).values()) for trial in sweep.trials}
-    models = yaml.safe_load(Path("lab/pages/evidence.yaml").read_text())["models"]
+    models = yaml.safe_load(Path("lab/evidence.yaml").read_text())["models"]
     assert {name for name, *_ in names} == set(models)
     rows = evidence.read_table(Path("lab/results/evidence.csv"))
     made = rows[rows["engine"] == ""]
