@@ -108,7 +108,9 @@ def test_a_packed_checkpoint_is_tested_as_the_pruned_one(checkpoint, tmp_path):
         save = ["--trainer.callbacks=callbacks.SaveEvaluation"]
         main(["test", *options, *save, f"--trainer.callbacks.save_dir={model}"])
         (found[kind],) = read(model).perplexity.values()
-    assert found["packed"] == found["pruned"]
+    # The kernels for many tokens sum in another order than dense products.
+    assert found["packed"]["perplexity"] == pytest.approx(found["pruned"]["perplexity"], rel=1e-3)
+    assert found["packed"]["windows"] == found["pruned"]["windows"]
 
 
 def test_a_packed_checkpoint_is_not_pruned_again(checkpoint, tmp_path, capsys):

@@ -64,7 +64,7 @@ def test_the_page_of_the_real_model_has_the_runs_of_make_real_and_more():
 
 def test_there_are_sweeps():
     stems = {path.stem for path in SWEEPS}
-    names = {"ablations", "allocation", "bits", "frontier", "narrower", "quickstart"}
+    names = {"ablations", "allocation", "bits", "evidence", "frontier", "narrower", "quickstart"}
     names |= {"real", "results", "smollm2", "target", "texts", "texts_real"}
     assert stems == names
 

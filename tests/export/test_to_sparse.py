@@ -397,8 +397,9 @@ def test_a_full_disk_is_told_and_leaves_nothing(llama, capsys, monkeypatch):
 
 
 def test_parts_of_a_sentence_encoder_are_copied(llama):
-    (llama / "modules.json").write_text("[]")
-    for part in ("1_Pooling", "2_Dense"):
+    parts = ("1_Pooling", "2_Dense")
+    (llama / "modules.json").write_text(json.dumps([{"path": part} for part in parts]))
+    for part in parts:
         (llama / part).mkdir()
         (llama / part / "config.json").write_text(part)
     save_file({"weight": torch.ones(2)}, llama / "2_Dense" / "model.safetensors")
