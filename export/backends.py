@@ -167,6 +167,8 @@ def why_not_storable(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
 def store_torchao(weight: Tensor) -> Tensor:
     """Return torchao's tensor on the CPU for a 2:4 weight (rows, columns) on a CUDA device."""
     made: Any = SparseSemiStructuredTensorCUTLASS.from_dense(weight.contiguous())
+    # The transposed forms are left out: only products with the transposed weight, as in training,
+    # read them, and they would double the file.
     return SparseSemiStructuredTensorCUTLASS(
         weight.shape,
         packed=made.packed.cpu(),
@@ -185,6 +187,8 @@ def restore_torchao(tensor: Tensor) -> Tensor:
 def run_on_torchao(model: Any, names: list[str]) -> Any:
     """Convert layers in place, on the device where they are."""
     layers = {name: model.get_submodule(name) for name in names}
+    # All layers are asked before the first is converted, so that an error leaves the model
+    # unchanged.
     reasons = {name: SUBCLASSES["torchao"].refuse(layer) for name, layer in layers.items()}
     if refused := [f"  {name}: {reason}" for name, reason in reasons.items() if reason]:
         raise OptionError("torchao cannot run these layers:\n" + "\n".join(refused))
@@ -217,6 +221,7 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict
     if target not in TARGETS:
         raise OptionError(f"`--target {target}` is none of {', '.join(TARGETS)}.")
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
+    # Likewise, all devices are checked before the first layer changes.
     for device in {layer.weight.device for layer in layers.values()}:
         check_backend(backend, device)
     dense = {}
@@ -237,6 +242,8 @@ def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Modul
         if reason is None:
             SUBCLASSES[backend].convert(linear)
         return linear, reason
+    # The layout is made before the kernels are asked: `_call` reports it, and cuSPARSELt refuses a
+    # layer without it.
     if backend == "auto" and target != "decode" and why_not_compressible(_call(layer)) is None:
         layer.compressed = compress(layer.weight, layer.weight_meta)
     reason = _refusal(layer, backend)
@@ -285,6 +292,8 @@ def not_faster(layer: Sparse24Linear, kernel_times: KernelTimes, target: str) ->
         call = _call(layer, tokens)
         rows = kernel_times.at(call)
         dense = next((row for row in rows if row.kernel == STORED_DENSE), None)
+        # Without a dense time nothing is proven against the sparse form, and one such number of
+        # tokens is enough to keep it. The same holds for one number at which it is faster.
         if dense is None:
             return None
         kernels = usable(call)

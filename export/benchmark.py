@@ -43,6 +43,8 @@ def main(args: Sequence[str] | None = None) -> None:
             if options.out is not None:
                 report.save(options.out)
 
+        # The report is saved as it grows: a later kernel that crashes the process leaves the
+        # earlier times.
         report = compare(model.to(device), SpeedOptions.of(options), report_on=save)
         save(report)
         sys.stdout.write(tables(report))

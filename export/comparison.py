@@ -105,6 +105,8 @@ class Decoder:
         logits = self._logits(model, prompt, positions)
         self.token = logits[:, -1:].argmax(-1)
         self.position = torch.full_like(self.token, length)
+        # A captured graph holds addresses, so that rewinding has to copy into the same tensors.
+        # Keys and values need no copy, since the steps overwrite them in order.
         self._start = [(tensor, tensor.clone()) for tensor in self._counters()]
 
     def step(self) -> None:
@@ -188,6 +190,8 @@ def _time_ways(
     compile_seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
     ways = {f"{side} {way}": (side, way) for side in sides for way in modes}
+    # All ways are prepared before any is timed, so that the rounds of `take_turns` interleave them
+    # at the same clock rates.
     for name, (side, way) in ways.items():
         start = time.perf_counter()
         try:
@@ -311,6 +315,8 @@ def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
     for row in rows:
         if row.timing is not None:
             key = row.phase, row.batch_size, row.side
+            # Each side is represented by its fastest way: a speed-up over slow dense code would be
+            # no gain.
             best[key] = min(row.timing.median, best.get(key, row.timing.median))
     return {
         (phase, batch): time / best[phase, batch, "sparse"]
@@ -368,6 +374,8 @@ def _markdown(columns: str, rows: Sequence[Sequence[str]]) -> str:
 
 def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the model with dense layers; all other tensors are shared."""
+    # The memo of `deepcopy` marks all tensors as copied already, so that only the packed layers
+    # take memory twice.
     shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
     dense = copy.deepcopy(model, shared)
     for name, module in model.named_modules():
@@ -408,6 +416,8 @@ def compare(
         report.failures += failures
         report_on(report)
     dense = dense_copy(sparse)
+    # The dense twin is made before `apply`: a back-end may replace the packed layers, from which
+    # the twin is made.
     report.stayed_dense = apply(sparse, options.backend, options.target)
     report.dense_bytes, report.sparse_bytes = storage_bytes(dense), storage_bytes(sparse)
     for times in time_models(dense, sparse, options):
@@ -430,6 +440,8 @@ def _measure_layers(
         if not tokens:
             return
         for measurements, failures in measure(*shape, model.device, tokens):
+            # Times are saved after each number of tokens, so that an interrupted run keeps them,
+            # and `apply` chooses by them.
             kernel_times = known_times(model.device).merged(measurements)
             kernel_times.save(cache_path(kernel_times.environment))
             use_times(kernel_times, model.device)
@@ -441,6 +453,8 @@ def bandwidth(device: torch.device) -> float:
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     once = {"copy": lambda: microseconds(lambda: target.copy_(source))}
+    # A copy reads and writes every byte, hence the factor 2. It is the roof of a product with one
+    # token, whose time is that of reading the weight.
     return 2 * source.nbytes / (take_turns(once, 10)["copy"].median * 1e-6)
 
 

@@ -107,6 +107,8 @@ def _embeddings(directory: str, config: Any) -> torch.Tensor | None:
     model: Any = build_without_weights(config)
     table = model.get_input_embeddings()
     names = [f"{name}.weight" for name, module in model.named_modules() if module is table]
+    # Only the rows needed are read: a table can be a tenth of a model, and the check precedes
+    # loading.
     for file in sorted(Path(directory).glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118
@@ -164,6 +166,8 @@ def _generate(
             f"{step}."
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+    # The changes are measured with few tokens, for which the decoding kernels run: these are the
+    # ones that the text is written with.
     first = tokens["input_ids"][:, :_FEW]
     if isinstance(model.get_output_embeddings(), EightBitLinear):
         print("[a head of 8 bits: it is stored so]")
@@ -180,6 +184,8 @@ def _generate(
 @torch.no_grad()
 def _change(model: Any, tokens: torch.Tensor, name: str, change: Callable[[Any], object]) -> None:
     """Change a model, and print the change of the logits of a few tokens."""
+    # Changes are in sequence, so that each error is that of its own change, relative to the model
+    # before it.
     exact = model(tokens).logits.double()
     change(model)
     changed = model(tokens).logits.double()

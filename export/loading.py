@@ -126,6 +126,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
 
 def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
     config = load_config(str(directory))
+    # The tensors are restored to dense ones here, so that no quantizer takes part in loading.
     del config.quantization_config
     check_files(directory, build_without_weights(config))
     state: dict[str, Tensor] = {}
@@ -143,12 +144,15 @@ def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
     """Load a packed or dense model, but none of torchao's, with `from_pretrained`."""
     trust = bool(options.get("trust_remote_code"))
     config = load_config(str(directory), trust_remote_code=trust)
+    # The check builds the model without weights by transformers' own classes. With code of the
+    # checkpoint, there is no class to build before it runs.
     if not trust:
         check_files(directory, build_without_weights(config))
     with explained_damage(str(directory), None):
         model, loading = model_class(config).from_pretrained(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    # transformers only warns of such keys, and computes with random weights where some are missing.
     problems = [
         f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")

@@ -77,6 +77,8 @@ class PackingOptions:
         name = source.name.removesuffix(".ckpt")
         chosen = None if self.out is None else output_path(self.out).resolve()
         out = chosen or source.with_name(f"{name}-{suffix}")
+        # With `--overwrite`, an output around the source would delete it. Paths are resolved, since
+        # links could hide that.
         if out == source or out in source.parents or source in out.parents:
             raise errors.OptionError(
                 f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
@@ -108,6 +110,8 @@ def convert(options: PackingOptions) -> ExportReport:
         )
     head = choose_head(source) if options.head_bits == 8 else None
     with bars() as track:
+        # All layers are judged before anything is written, so that one message lists every layer
+        # that does not fit.
         layers = choose_layers(
             source,
             form=_FORMS.get(options.format or ""),
@@ -167,6 +171,7 @@ def compress(options: PackingOptions) -> Path:
             written = write_compressed(source, staging, compressed)
             for _ in track(written, len(compressed.layers), "writing layers"):
                 pass
+            # Bits are compared before transformers loads the model, which takes longer.
             check_compressed(source, staging, compressed)
             loaded = load_with_transformers(source, staging, compressed)
             num_bytes = open_checkpoint(staging).num_bytes
@@ -205,6 +210,8 @@ def _check_options(options: PackingOptions, device: torch.device) -> None:
         raise errors.OptionError(
             f"`--head-bits 8` is for the packed formats, and not for `--format {options.format}`."
         )
+    # The output is checked early if its name is known without reading the checkpoint. Otherwise it
+    # depends on the format that the layers decide, and is checked after.
     if options.format is not None or options.out is not None:
         options.output(options.format or "packed")
 

@@ -105,6 +105,8 @@ class ExportReport:
 
     def save(self, directory: Path) -> None:
         """Write `export_report.json`, with the names of all files, into a directory."""
+        # The report lists all files of the directory, itself too, so it is written after the
+        # others.
         written = {file.relative_to(directory).as_posix() for file in visible_files(directory)}
         save_text(directory / NAME, as_json(self.to_dict() | {"files": sorted(written | {NAME})}))
 
@@ -221,6 +223,8 @@ def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> Non
         *_card_of_parity(report),
         *made_by(command()),
     ]
+    # The card of the pruned checkpoint is extended, and not replaced, so that its own sections
+    # stay.
     text = new_card("Pruned model")
     if (source.path / CARD).is_file():
         text = (source.path / CARD).read_text("utf-8", "replace")

@@ -110,6 +110,8 @@ class Timing:
 
 def copies(weight_bytes: int) -> int:
     """Return the number of weights of a size to rotate over, so that none stays in the L2 cache."""
+    # In a model, every layer's weight is evicted by the others before its next use. A single weight
+    # that stays in the cache would be read far faster than in any model.
     return max(2, -(-COLD_BYTES // weight_bytes))
 
 
@@ -124,6 +126,7 @@ def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict
             microseconds_of[name].append(once())
     timings = {}
     for name, values in microseconds_of.items():
+        # Quintiles and the median are insensitive to single slow rounds, which a mean is not.
         low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
         timings[name] = Timing(statistics.median(values), low, high)
     return timings
@@ -169,6 +172,8 @@ def microseconds(call: Callable[[], object]) -> float:
     """Return the device time of the work that `call` starts on the current stream."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
+    # Events are on the device's own clock and stream, so that the host's time of launching is not
+    # counted.
     start.record()
     call()
     end.record()
@@ -215,6 +220,8 @@ def measure(
     rounds. Yields the measurements and the failures for each number of tokens.
     """
     with torch.cuda.device(device):
+        # All kernels rotate over equally many weights. The packed ones are smaller, but still 0.56
+        # of `COLD_BYTES` together, more than a cache holds.
         number = copies(out_features * in_features * dtype.itemsize)
         dense = [random_24(out_features, in_features, dtype, device) for _ in range(number)]
         packed = [PackedWeight(*pack(weight)) for weight in dense]
@@ -282,6 +289,8 @@ class _Contest:
         for config in configs:
             multiply = functools.partial(kernel.multiply, **config)
             try:
+                # Correctness comes before speed: a configuration that computes something else may
+                # well be fast.
                 if fault := why_wrong(
                     multiply(self.x, self.packed[0], None), self.x, self.dense[0]
                 ):
@@ -334,6 +343,8 @@ def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
     if y.shape != exact.shape:
         return f"wrong result: its shape is {tuple(y.shape)}, not {tuple(exact.shape)}"
     error = float((y - exact).norm() / exact.norm())
+    # The limit is relative to the dense product's own rounding, which depends on dtype and shape:
+    # no absolute tolerance fits all of them.
     allowed = MAX_ERROR_RATIO * float((F.linear(x, dense) - exact).norm() / exact.norm())
     if error <= allowed:
         return None

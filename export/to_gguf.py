@@ -53,6 +53,8 @@ def convert(options: Namespace) -> Path:
     has_codes = claims.grid is not None or claims.head_grid is not None
     kind = options.type or ("auto" if has_codes else "bf16")
     minima = [str(grid) for grid in (claims.grid, claims.head_grid) if grid and grid.minimum]
+    # Weights on a grid with minima do not determine the minima to the bit, so that the file of the
+    # parameters is needed. It is looked for before the checkpoint is read.
     if minima and kind in ("auto", *minima) and not (run / PARAMETERS).is_file():
         raise errors.FormatError(
             f"{run / PARAMETERS} is missing: without the minima that the pruning kept there, the "
@@ -70,6 +72,7 @@ def convert(options: Namespace) -> Path:
     like = None if options.like is None else find_gguf(options.like)
     if like is None and options.like is not None:
         raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")
+    # The file of `--like` is read while the output is written, and the user may have no other copy.
     if like is not None and out == like.resolve():
         raise errors.OptionError(f"`--out` {out} must not be the file of `--like`.")
     if os.path.lexists(out) and not options.overwrite:

@@ -43,6 +43,9 @@ class ScaleType:
     def round(self, scales: Tensor) -> Tensor:
         """Return the nearest scales of this type to positive numbers."""
         clamped = scales.clamp(self.smallest, self.largest)
+        # 1. Mantissas of `frexp` are in [½, 1): the quantum is 2^(exponent − significant).
+        # 2. A mantissa that is rounded up to 1 gives the next power of two, which the type has.
+        # 3. Below smallest·2^significant the quantum stays the smallest scale, as for subnormals.
         exponents = torch.frexp(clamped).exponent - self.significant
         quanta = torch.ldexp(torch.ones_like(clamped), exponents).clamp_(min=self.smallest)
         return (clamped / quanta).round_().mul_(quanta)
@@ -51,6 +54,8 @@ class ScaleType:
         """Return the scales that are some steps larger, as if all were normal numbers."""
         half = 1 << (self.significant - 1)
         mantissas, exponents = torch.frexp(scales)
+        # Normal numbers are numbered one after the other, `half` of them for each exponent, so that
+        # a step across a power of two is a step like all others.
         position = exponents.long() * half + (mantissas * (2 * half)).long() - half + steps
         exponents = position.div(half, rounding_mode="floor")
         mantissas = (position - exponents * half + half).to(scales.dtype)
@@ -181,6 +186,7 @@ class Grid:
         if units is None or self.steps is None:
             return self.scales.round(scales.abs()).copysign(scales)
         steps = (scales / units).round_().clamp_(*self.steps)
+        # Weights are divided by their scales, so that zero is no scale.
         return torch.where(steps == 0, 1, steps) * units
 
     def round_minima(self, minima: Tensor, units: Tensor | None = None) -> Tensor:
@@ -190,6 +196,7 @@ class Grid:
         """
         if units is None or self.steps is None:
             rounded = self.scales.round(minima.abs()).copysign(minima)
+            # `ScaleType.round` clamps to the smallest scale, but a minimum may be zero.
             return torch.where(minima.abs() < self.scales.smallest / 2, 0, rounded)
         return (minima / units).round_().clamp_(0, self.steps[1]) * units
 
@@ -213,6 +220,10 @@ class Grid:
         exact = scales.double().unflatten(1, (-1, self.together))
         largest = exact.gather(2, exact.abs().argmax(2, keepdim=True))
         units = torch.zeros_like(largest)
+        # 1. A unit is the quotient of the largest number by its step, exact in float64: a step has
+        #    few bits, and a unit at most eleven.
+        # 2. `choose_units` gives the largest number the farthest step, so that this is tried first.
+        # 3. Several units may fit; all of them give the same numbers, and the first is kept.
         for step in sorted(range(self.steps[0], self.steps[1] + 1), key=abs, reverse=True):
             if step == 0:
                 continue
@@ -260,6 +271,7 @@ class Grid:
             if share.minima is not None:
                 wanted += self.spread(share.minima, columns)
             chosen = self.nearest_(wanted.div_(self.spread(share.scales, columns)))
+            # The nearest codes prove nothing: the parameters may be those of another weight.
             if not torch.equal(self.values(chosen, share).to(weight.dtype), exact):
                 return None
             codes[some] = chosen.to(torch.int8)
@@ -267,6 +279,8 @@ class Grid:
 
     def values(self, codes: Tensor, parameters: GridParameters) -> Tensor:
         """Return the weight of codes (rows, columns), float32, as engines compute it."""
+        # The product is rounded before the minimum is subtracted: a fused step would differ in the
+        # last bit.
         weight = codes.float() * self.spread(parameters.scales.float(), codes.shape[1])
         if parameters.minima is None:
             return weight
@@ -358,6 +372,10 @@ class Grid:
         codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and in vain
         # Without a code for zero, a group of zeros has the scale zero.
         scales = torch.ones_like(peaks) if self.holds_zero else (~zero).to(peaks.dtype)
+        # 1. The largest weight gives the candidates: each code leaves few scales for it.
+        # 2. Whether a candidate gives the largest weight is a test of one number per group; only
+        #    the groups that pass are rounded in full.
+        # 3. Solved groups take no other candidate: the order of these decides between several.
         for code, scale in self._candidates(peaks, weight.dtype):
             possible = waiting & ((code * scale).to(weight.dtype) == peaks)
             places = possible.nonzero(as_tuple=True)
@@ -390,6 +408,10 @@ class Grid:
         whole = range(self.steps[0], self.steps[1] + 1)
         products = {code * step for code in self.codebook for step in whole} - {0}
         span = 1 + (1 << max(0, self.scales.significant - _significant_bits(dtype)))
+        # 1. The largest weight is code · step · unit for one of these products, up to the rounding
+        #    to the dtype, which leaves a few neighbours of a unit.
+        # 2. The farthest come first: `choose_units` gives the largest scale the farthest step.
+        # 3. All groups of a unit must fit at once, so that one or two of them refuse most units.
         for product in sorted(products, key=abs, reverse=True):
             for shift in sorted(range(-span, span + 1), key=abs):
                 places = waiting.nonzero()[:, 0]
@@ -413,6 +435,7 @@ class Grid:
                 codes[solved], scales[solved] = chosen[fitting], factors[fitting]
                 waiting[solved] = False
         shape = values.shape
+        # Units that were refused at the start do not wait either, and zeros fit with any unit.
         fits = (~waiting & ((distinct <= len(self.codebook)).all(1) | is_zero))[:, None]
         return (
             codes.view(shape),
@@ -470,6 +493,8 @@ def _nearest_codes(codebook: tuple[int, ...], dtype: torch.dtype, device: torch.
     """Return the codes nearest to the ranges [i/2, (i + 1)/2) from the lowest code on."""
     codes = torch.tensor(codebook, dtype=dtype, device=device)
     middles = torch.arange(2 * codebook[0], 2 * codebook[-1] + 1, dtype=dtype, device=device) / 2
+    # The addition of ¼ moves to the middle of each range, away from midpoints between codes, which
+    # are its ends.
     return codes[torch.bucketize(middles + 0.25, (codes[1:] + codes[:-1]) / 2)]
 
 

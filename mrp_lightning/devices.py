@@ -22,6 +22,7 @@ def device_named(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
+    # torch knows the names of devices that this package is not made for, such as meta or mps.
     if device.type not in ("cpu", "cuda"):
         raise OptionError(f"`--device {name}`: expected cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -43,6 +44,7 @@ def warn_of_unused_gpu() -> None:
     if torch.version.cuda is None or hidden or torch.cuda.is_available():
         return
     try:
+        # `is_available` hides the reason; an initialization that fails gives it.
         torch.cuda.init()
         reason = "it sees no device"
     except (AssertionError, RuntimeError) as error:
@@ -65,4 +67,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports that a CPU or an accelerator is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
+    # torch has no type of its own for a lack of CPU memory, nor for that of a library of CUDA: only
+    # the text of the error shows it.
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)

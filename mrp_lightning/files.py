@@ -96,6 +96,8 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
     """
     path = Path(path)
     make_directories(path.parent)
+    # In the same directory, since a rename is atomic within one file system only. A random name,
+    # since two processes may write the same file.
     partial = path.with_name(f".{path.name}.{token_hex(4)}.partial")
     try:
         with naming(partial), partial.open("x", encoding="utf-8") as file:  # follows no link
@@ -165,6 +167,7 @@ def _why_not_ours(path: Path, digest: str | None = None) -> str:
     digest = digest or _read(path.parent / MANIFEST).get(path.name)
     if digest is None:
         return "is not known to be written by mrp-lightning"
+    # The type comes first: a link or a pipe is never opened.
     if not stat.S_ISREG(path.lstat().st_mode) or sha256_of(path) not in digest.split():
         return "was changed since mrp-lightning wrote it"
     return ""
@@ -172,6 +175,7 @@ def _why_not_ours(path: Path, digest: str | None = None) -> str:
 
 def not_ours(directory: Path) -> list[str]:
     """Return the files and empty directories below a directory that differ from its manifests."""
+    # Manifests of subdirectories count, too: each lists names relative to its own directory.
     listed: dict[Path, str] = {}
     manifests = list(directory.rglob(MANIFEST))
     for manifest in manifests:
@@ -194,6 +198,8 @@ def not_ours(directory: Path) -> list[str]:
 
 def make_directories(path: Path) -> None:
     """Create a directory and its parents durably: they survive a crash of the machine."""
+    # A new directory is an entry of its parent: it lasts when the parent is flushed. The list is
+    # made before, when the missing ones can still be seen.
     missing = [above for above in (path, *path.parents) if not above.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -206,6 +212,10 @@ def move_durably(partial: Path, path: Path) -> None:
     Raises:
         OSError: The file cannot be flushed to the disk, or renamed.
     """
+    # 1. The content reaches the disk.
+    # 2. The name changes, atomically.
+    # 3. The new entry reaches the disk. With 2 before 1, a power failure could leave the name with
+    #    an empty file.
     flush(partial)
     partial.replace(path)
     flush(path.parent)
@@ -233,6 +243,8 @@ def naming(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
     except OSError as error:
+        # Subclasses such as `FileNotFoundError` are caught by type further up, and would lose it
+        # here.
         if type(error) is not OSError or error.filename is not None:
             raise
         reason = error.strerror or str(error)  # numpy's error for a short write has no errno
@@ -242,6 +254,9 @@ def naming(path: Path) -> Iterator[None]:
 def _read(manifest: Path) -> dict[str, str]:
     """Return the checksums that a manifest lists, by file; none if it cannot be read."""
     try:
+        # `lstat`: a link could lead to another directory's manifest, and opening a pipe would
+        # block. An unreadable manifest lists nothing, so that all files count as the user's: the
+        # safe error.
         if not stat.S_ISREG(manifest.lstat().st_mode):
             return {}
         files = json.loads(manifest.read_text("utf-8"))["files"]

@@ -40,6 +40,8 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
             "directory in it."
         )
     hidden_sibling(path, "")  # raises for a path without a valid name
+    # All paths are compared after links are resolved: a link to a source is the source. A parent of
+    # a needed directory is refused as well, since it is replaced with all that it holds.
     needed = {output_path("."): "the working directory", Path.home(): "the home directory"}
     needed |= {output_path(source): "the source" for source in sources}
     for directory, role in needed.items():
@@ -81,6 +83,8 @@ def _probe(above: Path, path: Path, argument: str) -> None:
     """Create and remove a directory, a safer test than reading permissions."""
     _remove_probes(path, {above, path.parent})
     try:
+        # Permission bits do not show read-only mounts, quotas or access lists; only an attempt
+        # does.
         probe = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PROBE, dir=above))
         with suppress(FileNotFoundError):  # another process removed it as abandoned
             probe.rmdir()
@@ -131,6 +135,9 @@ def _check_room(path: Path, argument: str, num_bytes: int) -> None:
     above = _existing(path.parent)
     _probe(above, path, argument)
     if path.is_dir():
+        # In a directory with the sticky bit, such as /tmp, only the owner of an entry, of the
+        # directory, or root may rename it. The probe above does not show this: it is the process's
+        # own.
         sticky = above.stat().st_mode & stat.S_ISVTX
         may_rename = not sticky or os.geteuid() in (0, above.stat().st_uid, path.stat().st_uid)
         if not may_rename or not os.access(path, os.W_OK | os.X_OK):
@@ -229,6 +236,10 @@ def save_directory(
             start_manifest(staging)
             with naming(path):
                 yield staging
+            # 1. The checks are repeated: hours may have passed since the start, and a file that a
+            #    user has put there meanwhile must not be deleted.
+            # 2. The manifest is written last, when the files are final.
+            # 3. All content is on the disk before the rename makes it visible.
             flush(staging)  # raises if the directory was deleted
             _check_place(link, argument, sources)
             _check_content(path, argument, overwrite=overwrite)
@@ -285,6 +296,7 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
     lock = FileLock(file)
     try:
         try:
+            # A first attempt without waiting shows whether a message is due.
             lock.acquire(timeout=0)
         except Timeout:
             if timeout < 0:
@@ -308,6 +320,8 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 def _remove_abandoned(path: Path) -> None:
     """Remove the incomplete directories of killed processes; the lock must be held."""
     _remove_probes(path, [path.parent])
+    # The lock is held, so a staging directory of this path belongs to no living process: it can be
+    # deleted.
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
         is_marked = (staging / MANIFEST).is_file() or not not_ours(
             staging
@@ -321,6 +335,7 @@ def _give_permissions(staging: Path, path: Path) -> None:
 
     A replaced directory keeps its mode, and its group if it has the setgid bit.
     """
+    # The umask can only be read by setting it; it is restored at once.
     umask = os.umask(0)
     os.umask(umask)
     mode, group = 0o777 & ~umask, None
@@ -341,6 +356,9 @@ def _move_into_place(staging: Path, path: Path) -> None:
         staging.rename(path)
         flush(path.parent)
         return
+    # A directory with content cannot be replaced by one rename. Two are needed, and between them
+    # `path` does not exist; the old content then lies in `aside`, and is deleted only when the
+    # second rename is on the disk.
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
     old = aside / path.name
     flush(path.parent)  # else a power failure could lose `aside`, and what is moved there
@@ -350,6 +368,8 @@ def _move_into_place(staging: Path, path: Path) -> None:
         staging.rename(path)
         flush(path.parent)
     except BaseException as error:
+        # Put back only if the new content did not arrive: an error after the second rename, as in a
+        # flush, leaves it at `path`.
         if os.path.lexists(old) and (staging.exists() or not os.path.lexists(path)):
             _put_back(old, path, error)
         with suppress(OSError):

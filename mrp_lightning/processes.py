@@ -44,6 +44,8 @@ class Processes:
         """
         if self.size == 1:
             return own
+        # `all_gather` needs equal shapes, so shares are padded by at most one row, which is cut off
+        # below.
         largest_share = -(-rows // self.size)
         padded = own.new_zeros(largest_share, *own.shape[1:], device=self.device)
         padded[: len(own)] = own
@@ -66,6 +68,8 @@ class Processes:
         """Overwrite a tensor with that of process 0; it must be contiguous and on `device`."""
         if self.size > 1:
             with self._explained():
+                # As bytes, so that all dtypes are sent and all processes get the same bits. The
+                # views share the tensor's memory, so it is overwritten itself.
                 distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
         return tensor
 
@@ -92,6 +96,8 @@ class Processes:
         return received
 
     def _start(self, rank: int, rows: int) -> int:
+        # start(r) = ⌊rows·r/size⌋: start(0) = 0 and start(size) = rows, so the shares cover all
+        # rows without overlap, and differ by at most one row.
         return rows * rank // self.size
 
     @contextmanager

@@ -31,6 +31,7 @@ class _Stop:
         self._received = False
 
     def __call__(self, number: int, _: Any) -> None:
+        # A second signal would interrupt the cleanup that the first one started.
         if not self._received:
             self._received = True
             raise Interrupted(number)
@@ -60,6 +61,7 @@ def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -
         at_once: Whether SIGTERM ends the process, with the same status, if an operation takes
             longer than a few seconds.
     """
+    # One handler for all signals: the first of them ends the run, and the others are ignored.
     stop = _Stop()
     earlier = {number: signal.signal(number, stop) for number in signals}
     try:
@@ -77,6 +79,8 @@ def _watched(enabled: bool) -> Iterator[None]:
         yield
         return
     reading, writing = os.pipe()
+    # Python writes to the descriptor from within a signal handler of C, where a full pipe must not
+    # block.
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     has_left = threading.Event()
@@ -85,6 +89,10 @@ def _watched(enabled: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        # 1. The event, so that a thread that waits for the end of the context gives up.
+        # 2. No more bytes, then the end of the pipe: `read` returns nothing, and the thread ends.
+        # 3. The thread is joined before its descriptor is closed, whose number could be given to
+        #    another file.
         has_left.set()
         signal.set_wakeup_fd(-1)
         os.close(writing)
@@ -111,4 +119,6 @@ def _end_in_time(reading: int, has_left: threading.Event) -> None:
                 "Stopped by SIGTERM in a long operation. What the journal has, it keeps: start the "
                 "same run again, and it goes on there."
             )
+            # Not `sys.exit`, which would end this thread alone, while the main thread is in an
+            # operation of torch that returns too late.
             os._exit(ended_by(signal.SIGTERM))

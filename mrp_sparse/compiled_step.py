@@ -48,6 +48,8 @@ class Step(nn.Module):
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
         """Map the token (1, 1) at a position, int64 (1,), to the logits (1, 1, vocabulary)."""
+        # While the step is traced, its buffers are tensors without data. The cache has to hold the
+        # same ones: only then are its updates recorded as updates of buffers.
         self.give_back()
         for layer in self.layers:
             layer.cumulative_length = position[0].clone()  # the update adds to it in place
@@ -93,14 +95,18 @@ class CompiledStep:
                 f"its cache is a {', '.join(sorted(kinds))}" if kinds else "it is not on the CPU"
             )
             raise OptionError(f"the step of {type(model).__name__} cannot be compiled: {reason}")
+        # The cache has no keys and values before a first forward, and `Step` registers them.
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache)
         self._step = Step(model, self._cache).eval()
         self.file = _file(self._step)
+        # Of several processes one compiles; the others wait, and load its file.
         with locked(self.file.with_suffix(".lock")):
             if not self.file.is_file():
                 log.warning("Compiling the step of decoding, once: some minutes.")
                 _compile(self._step, self.file)
         self._run = torch._inductor.aoti_load_package(str(self.file), run_single_threaded=True)
+        # `user_managed` uses the model's tensors without a copy, and `check_full_update` makes a
+        # missing one an error.
         self._run.load_constants(
             _constants(self._step, self._run), check_full_update=True, user_managed=True
         )
@@ -123,6 +129,7 @@ class CompiledStep:
         """
         if self._position >= self._length:
             raise OptionError(f"there is room for {self._length} tokens, and all are there")
+        # An input of the step and no constant: one compiled step serves all positions.
         position = torch.tensor([self._position])
         self._position += 1
         output = self._run(token, position)
@@ -133,6 +140,7 @@ def _file(step: Step) -> Path:
     """Return the file of a compiled step, named by a digest of all that it depends on."""
     root = cache_directory()
     root.mkdir(parents=True, exist_ok=True)
+    # The step also reads buffers that are in no state dict, such as offsets.
     tensors = step.state_dict(keep_vars=True) | dict(step.named_buffers(remove_duplicate=False))
     model: Any = step.model
     config = model.config.to_dict()
@@ -143,6 +151,8 @@ def _file(step: Step) -> Path:
     # Only the operator reads the values, so that their number is no part of the compiled code.
     counted = {f"{name}.weight" for name, layer in packed.items() if layer.FORMAT.count}
     shapes = {name: [] if name in counted else [*map(int, t.shape)] for name, t in tensors.items()}
+    # All that tracing fixes is in the digest: another model's step could run without any error and
+    # compute other numbers. `eight_bit_activations` is such a constant.
     dependencies = {
         "version": VERSION,
         "options": _OPTIONS,
@@ -176,9 +186,11 @@ def _compile(step: Step, file: Path) -> None:
 
 def _constants(step: Step, run: Any) -> dict[str, Tensor]:
     """Return the tensors of the model and its cache by their names in the compiled step."""
+    # With duplicates, since a tied weight may be traced under any of its names.
     known: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
     known |= dict(step.named_buffers(remove_duplicate=False))
     names = run.loader.get_constant_fqns()
+    # Such a tensor is a value of the model that was traced, and would be wrong for the next.
     if unknown := sorted(set(names) - known.keys()):
         raise OptionError(f"it computes with tensors of no module: {', '.join(unknown[:3])}")
     return {name: known[name].detach() for name in names}

@@ -99,6 +99,8 @@ def write(
         if not written:
             _warm_up(model, options)
             model.generate(**options, streamer=streamer)
+    # The prompt is streamed before the model reads it, so that its time is the start. The rate
+    # leaves the first token out, whose time is mostly that of reading the prompt.
     begin, *times = streamer.times
     spent = times[-1] - times[0]
     return Speed(
@@ -116,6 +118,8 @@ def _is_on_cpu(model: Any) -> bool:
 def _warm_up(model: Any, options: Mapping[str, Any]) -> None:
     """Generate a few tokens, in a cache as long as for all of them."""
     most = options["input_ids"].shape[1] + _WARM_UP_TOKENS
+    # A criterion stops, not a smaller `max_new_tokens`: that would shorten the cache, and a cache
+    # of another length needs another graph.
     stop = [lambda ids, _: torch.full((len(ids),), ids.shape[1] >= most, device=ids.device)]
     model.generate(**options, stopping_criteria=stop)
 
@@ -139,6 +143,7 @@ def _write_compiled(
 ) -> bool:
     """Generate by compiled steps; return False, with a warning, if the model cannot be compiled."""
     try:
+        # The loop below takes the largest logit alone, and would ignore these settings.
         if asks := set(model.generation_config.to_diff_dict()) - _FREE:
             raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
         step = CompiledStep(model, prompt.shape[1] + max_new_tokens)
@@ -146,15 +151,18 @@ def _write_compiled(
         log.debug("The step was not compiled.", exc_info=True)
         log.warning(_EAGER, first_line(error))
         return False
+    # `read` starts at position 0 again, so that the warm-up leaves no token in the cache.
     step.read(prompt[:, :1])
     step(prompt[:, :1])  # warms up
     streamer.put(prompt)
     logits = step.read(prompt)
     stop = model.generation_config.eos_token_id
+    # Without an end token this is {None}, which no token equals.
     ends = set(stop if isinstance(stop, list) else [stop])
     for left in reversed(range(max_new_tokens)):
         token = logits.argmax(dim=-1).view(1, 1)
         streamer.put(token[0])
+        # No step is computed after the last token, since nobody reads its logits.
         if not left or int(token) in ends:
             break
         logits = step(token)

@@ -114,6 +114,7 @@ class Head:
         """
         layer = model.get_output_embeddings()
         kind = type(model).__name__
+        # No subclasses: they may compute more than x Wᵀ + b.
         if type(layer) is not nn.Linear:
             head = "none" if layer is None else f"a {type(layer).__name__}"
             raise OptionError(f"a head of 8 bits is made of a linear layer; {kind} has {head}")
@@ -126,6 +127,8 @@ class Head:
             return cls(name, None)
         embeddings = model.get_input_embeddings()
         table = names.get(id(embeddings))
+        # `max_norm` rescales rows of the weight itself when they are read, and subclasses may scale
+        # the result: rows of 8 bits do neither.
         if type(embeddings) is not nn.Embedding or embeddings.max_norm or tied != {table}:
             raise OptionError(
                 f"the head of {kind} is tied to {', '.join(sorted(tied))}, where its 8 bits would "
@@ -170,6 +173,7 @@ class Head:
         model.set_submodule(self.name, dense)
         if self.table is not None:
             table = original.get_submodule(self.table).train(packed.training)
+            # One parameter for both, so that training and saving see them as tied again.
             table.weight = dense.weight
             model.set_submodule(self.table, table)
             model.all_tied_weights_keys = original.all_tied_weights_keys
@@ -182,6 +186,8 @@ def _tied_to(model: Any, name: str, weight: Tensor) -> set[str]:
     """
     pairs = [{target, source} for target, source in model.all_tied_weights_keys.items()]
     group = {n for n, p in model.named_parameters(remove_duplicate=False) if p is weight} | {name}
+    # Each pass adds the pairs that touch the group, so that chains of ties are closed after at most
+    # as many passes as there are pairs.
     for _ in pairs:
         group = group.union(*(pair for pair in pairs if pair & group))
     return {tied.rpartition(".")[0] for tied in group - {name}}

@@ -92,6 +92,7 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: "PreTrainedModel", **_: Any
     ) -> "PreTrainedModel":
+        # Problems are collected, so that one error names every damaged layer.
         damaged = [*self._damage_of_head(model)]
         for name, layer in self._layers(model):
             # What no file held is memory that nobody wrote: it may look like anything.
@@ -100,6 +101,7 @@ class PackedQuantizer(HfQuantizer):
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
                 continue
             layer.weight.requires_grad_(False)
+            # Loading may write into existing tensors, which `__setattr__` does not see.
             layer.derive()
             offloaded = layer.weight.is_meta or layer.places.is_meta
             if not offloaded and (damage := layer.damage()):
@@ -146,6 +148,8 @@ class PackedQuantizer(HfQuantizer):
                 "Weights that are offloaded cannot be made dense: load the model without disk "
                 "offload (`device_map`, `offload_folder`), then dequantize it."
             )
+        # Only the class knows the kind of each layer, `nn.Linear` or `Conv1D`, and its ties. On the
+        # meta device a second model takes no memory.
         with torch.device("meta"):
             original = type(model)(model.config)
         if self._head(model) is not None:
@@ -216,6 +220,8 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
     Raises:
         FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
     """
+    # All checks precede the first replacement: an error leaves the model as it was, and `Head`
+    # still sees the dense head and its ties.
     modules = dict(model.named_modules())
     problems, head = misfits(modules, config), None
     try:
@@ -248,6 +254,7 @@ def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str,
         rows, columns = weight_matrix(modules[name]).shape
         if reason := config.layer.FORMAT.why_not((rows, columns)):
             problems[name] = f"{name}: {reason}"
+        # A damaged count must not allocate more elements than the dense weight has.
         elif (count := sum(sizes.values())) > rows * columns:
             problems[name] = f"{name}: {count:,} values are kept of {rows}×{columns} weights"
     return problems

@@ -58,6 +58,8 @@ class FrozenLinear(nn.Module):
         Raises:
             RuntimeError: The input has another number of columns; `nn.Linear` raises the same.
         """
+        # Bitmasks do not record the columns within their last byte: the operators would accept some
+        # inputs that are too wide.
         if x.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"{type(self).__name__}: expected {self.in_features} columns, its `in_features`, "
@@ -92,6 +94,7 @@ class FrozenLinear(nn.Module):
     def to_linear(self) -> nn.Linear:
         """Return the same layer as an `nn.Linear`, its zeros stored."""
         has_bias = self.bias is not None
+        # Both tensors are assigned by `give`: on the meta device none is allocated before.
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         return self.give(linear, None)
 
@@ -103,6 +106,7 @@ class FrozenLinear(nn.Module):
             dtype: Dtype of the assigned tensors; `None` is that of this layer.
         """
         weight = self.dense_weight().to(dtype)
+        # Conv1D holds Wᵀ, here as a copy: safetensors does not save strided views.
         stored = weight if isinstance(dense, nn.Linear) else weight.T.contiguous()
         dense.weight = nn.Parameter(stored)
         if self.bias is not None:
@@ -141,12 +145,14 @@ class PackedLinear(FrozenLinear):
     ) -> None:
         if reason := self.FORMAT.why_not((out_features, in_features)):
             raise PatternError(f"{type(self).__name__}: {reason}.")
+        # `empty` has no argument for the device: the context sets that of every tensor.
         with nullcontext() if device is None else torch.device(device):
             values, *companions = self.FORMAT.empty(
                 (out_features, in_features), count, dtype or torch.get_default_dtype()
             )
             tensors = dict(zip(self.FORMAT.companions, companions, strict=True))
             super().__init__(in_features, out_features, **tensors)
+            # After the companions, since assigning `weight` derives the offsets from them.
             self.weight = frozen(values)
             self.bias = frozen(torch.empty(out_features, dtype=self.dtype)) if bias else None
 
@@ -157,10 +163,12 @@ class PackedLinear(FrozenLinear):
             self.register_buffer(name, value, persistent=value is None)
             return
         super().__setattr__(name, value)
+        # Offsets of other bits would read other values without any error.
         if name in ("weight", self.FORMAT.places):
             self.derive()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # It copies into the tensors that are there, which `__setattr__` does not see.
         super()._load_from_state_dict(*args, **kwargs)
         self.derive()
 
@@ -211,6 +219,8 @@ class PackedLinear(FrozenLinear):
         rows = places.shape[0] if places.ndim else 0
         count = {cls.FORMAT.count: values.numel()} if cls.FORMAT.count else {}
         options: dict[str, Any] = {"bias": False, "device": "meta", **count}
+        # A layer on the meta device has the expected shapes without memory; the given tensors then
+        # take over, without a copy.
         layer = cls(columns, rows, **options)
         expected = {name: tuple(layer.state_dict()[name].shape) for name in names}
         shapes = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
@@ -220,6 +230,7 @@ class PackedLinear(FrozenLinear):
                 f"tensors are {expected}, with `{cls.FORMAT.places}` in uint8. Got {shapes}, in "
                 f"{places.dtype}."
             )
+        # `damage` reads the tensors by these shapes and dtypes, hence the order of the checks.
         if damage := cls.FORMAT.damage(*tensors, columns):
             raise FormatError(f"{cls.__name__}.from_packed: damaged, {damage}. Pack it again.")
         layer.weight = frozen(values)
@@ -295,6 +306,7 @@ class Sparse24Linear(PackedLinear):
         self.compressed = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `_apply` also runs for moves that change nothing, which must not drop the layout.
         device_and_dtype = self.weight.device, self.weight.dtype
         super()._apply(fn, recurse)
         if (self.weight.device, self.weight.dtype) != device_and_dtype:
@@ -400,6 +412,7 @@ class Bitmask4Linear(PackedLinear):
         return self.weight_scales.dtype
 
     def _multiply(self, x: Tensor) -> Tensor:
+        # As in `BitmaskLinear`: offloaded bits are there during the forward alone.
         bits = self.weight_bits
         offsets = bitmask4.row_offsets(bits) if self.offsets is None else self.offsets
         return torch.ops.mrp_lightning.linear_bitmask4(

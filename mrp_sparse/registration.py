@@ -20,6 +20,7 @@ def register() -> None:
     if _TABLE in sys.modules:
         import_module(_PLUGINS)
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        # In front, since the first finder that knows a module is the last one asked.
         sys.meta_path.insert(0, _Watch())
 
 
@@ -35,6 +36,7 @@ class _Watch(MetaPathFinder):
         """Return the specification of the table's module, and `None` for any other."""
         if fullname != _TABLE:
             return None
+        # Without this finder, which would ask itself without end.
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -55,6 +57,9 @@ class _ThenPlugins(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module by its own loader; after a failure the next import tries again."""
+        # 1. The module's own loader is restored, so that a reload does not come here.
+        # 2. The watch goes only after success: a failed import leaves it for the next one.
+        # 3. The plug-ins come last, since they import the table, which has to be complete.
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)

@@ -140,7 +140,12 @@ class Checkpoint:
             FormatError: The files hold tensors that the model has no place for, or more precise
                 ones from which it computes parameters.
         """
+        # The model's own state comes first: parameters that no single tensor of the files gives
+        # stay as loading computed them, and all others are replaced by the file's values, which
+        # keep the precision that loading to `dtype` rounds away.
         state, lost, rounded = dict(model.state_dict()), [], []
+        # A tied parameter is in the files once, under one of its names. All its names have to take
+        # the file's tensor, or the copies would differ by the rounding to `dtype`.
         names_of: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)
@@ -149,6 +154,9 @@ class Checkpoint:
             if name not in state:
                 lost += [] if RECOMPUTED.search(name) else [stored]
             elif is_converted:
+                # A converted parameter can only be read from the model. It is exact if the model's
+                # dtype holds every value of the file's, which for floating point is so iff both
+                # promote to the model's dtype.
                 fits = torch.promote_types(tensor.dtype, state[name].dtype) == state[name].dtype
                 rounded += [] if fits else [stored]
             else:
@@ -214,6 +222,8 @@ class Checkpoint:
             FormatError: Weights of the model are missing from the checkpoint, or do not fit it.
         """
         config = self.pretrained_config()
+        # The size is checked on a model without weights, before memory is taken: a wrong
+        # configuration could ask for any amount.
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True  # `misfits` reports them
@@ -301,6 +311,8 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
         for name, tensor in state.items()
         if name.startswith("model.")
     }
+    # The size counts the model's tensors: the file may also hold optimizer states, which no export
+    # copies.
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     name = "model.safetensors"
     weights = WeightFile(name, lambda: dict(tensors), {}, list(tensors), num_bytes)
@@ -339,6 +351,8 @@ def require_finite(
     counts = {}
     for name, tensor in tensors:
         if tensor.dtype in PLAIN_DTYPES:
+            # A generator that raises at its end costs no second pass over the files, and names all
+            # tensors.
             is_bad = ~tensor.isfinite() if is_parameter(name) else tensor.isnan()
             if count := int(is_bad.sum()):
                 counts[name] = count

@@ -32,6 +32,8 @@ class Claim:
         rows, columns = kept.shape
         if self.pattern is not None:
             return _broken_group(kept, self.pattern)
+        # A claim without a pattern is a count of the whole layer, since rows may have different
+        # numbers of zeros. More zeros than claimed are no breach.
         expected = (1 - self.sparsity + _ROUNDING) * rows * columns
         count = int(kept.sum())
         if count <= expected:

@@ -181,6 +181,8 @@ class _Search:
         }
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+        # `why_dense` needs a search, and the group size needs its answers: layers that stay dense
+        # must not restrict the divisors. So the size is set second.
         search = cls(layout, layers, wanted, -1, known, linear, tables)
         widths = [layers[n].weight.shape[1] for n in wanted if search.why_dense(n) is None]
         if widths:
@@ -235,6 +237,8 @@ class _Search:
         start, _, kind = stored.rpartition(".")
         name = parameter.rpartition(".")[0]
         if (stack := self.stacks.get(parameter)) is not None:
+            # The files hold a matrix for each expert only if transformers stacks them as it loads;
+            # the number is in the stored name alone, since the model has one parameter for all.
             expert = _EXPERT.search(start) if is_converted else None  # else one tensor for all
             owner = start if expert is None else start[: expert.start()]
             name = "" if expert is None else f"{stack.owner}.{expert[1]}.{stack.stack}"
@@ -242,6 +246,8 @@ class _Search:
                 self.dense_experts |= dict.fromkeys((stack.owner, owner))
                 return
         elif is_converted or name not in self.wanted or self.why_dense(name) is not None:
+            # Engines expect codes in every linear module that is not listed as dense, so each one
+            # that stays dense has to be listed, by its name in the files and by that in the model.
             if kind == "weight" and tensor.ndim == 2 and name not in self.tables:
                 self.named |= dict.fromkeys((name, start))
             return
@@ -257,6 +263,9 @@ class _Search:
         parameters = _of_matrix(self.known.get(layer), tensor, grid(self.bits))
         if parameters is not None:
             self.chosen[name] = parameters
+        # The bits only grow, and one width holds for the whole checkpoint: 4-bit codes are also
+        # 8-bit codes with the same scale, so that layers seen earlier still fit after a later one
+        # widened it.
         while (off := _off(tensor, grid(self.bits), parameters)) and self.bits < _BITS[-1]:
             self.bits = _BITS[-1]
         if off:
@@ -323,8 +332,12 @@ def _group_size(layout: IntegerLayout, size: int, columns: Sequence[int]) -> int
         size: The group size of the run.
         columns: The number of columns of each layer to pack; at least one.
     """
+    # Each row is one group in every layer, so a scale for each row loses nothing and needs no
+    # divisor.
     if all(each <= size for each in columns):
         return -1
+    # A divisor of the run's group size keeps each stored group inside one group of the run, which
+    # has one scale. A larger group would join columns of different scales.
     for group in _GROUPS:
         if size % group == 0 and all(each % group == 0 for each in columns):
             return group
@@ -345,6 +358,8 @@ def _of_matrix(known: GridParameters | None, matrix: Tensor, grid: Grid) -> Grid
     """Return the parameters of a matrix, of which a layer may hold several below one another."""
     if known is None or len(known.scales) == len(matrix):
         return known
+    # Only values identify the part: the parameters do not record which of the joined matrices they
+    # belong to, and a part that reproduces the matrix bit by bit is as good as the right one.
     parts = known.split([len(matrix)] * (len(known.scales) // len(matrix)))
     return next((part for part in parts if grid.codes_of(matrix, part) is not None), None)
 

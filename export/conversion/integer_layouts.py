@@ -64,6 +64,7 @@ class IntegerLayout(ABC):
 
     def scale_type(self, dtype: torch.dtype) -> ScaleType:
         """Return the numbers that the scales of a weight can be: those of its dtype."""
+        # eps = 2^(1 − p) for p significant bits, so p = 1 − log2(eps).
         return ScaleType(1 - int(math.log2(torch.finfo(dtype).eps)))
 
     def why_not(self, shape: tuple[int, int], bits: int) -> str | None:  # noqa: ARG002
@@ -145,6 +146,8 @@ class Gptq(IntegerLayout):
         """Return codes, zero points and scales, and the group of each column."""
         return {
             "qweight": _pack(codes, bits).T.contiguous(),
+            # Version 1 adds one to the zero point that it reads: 2^(bits − 1) − 1 is stored, which
+            # is the code −1 plus the offset 2^(bits − 1) of `_pack`.
             "qzeros": _pack(torch.full_like(scales.T, -1, dtype=torch.int64), bits),
             "scales": scales.T.to(torch.float16).contiguous(),
             "g_idx": (torch.arange(codes.shape[1]) // width).to(torch.int32),
@@ -153,11 +156,16 @@ class Gptq(IntegerLayout):
     def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
         """Unpack the codes, and subtract the zero points plus one."""
         zeros = _unpack(stored["qzeros"], bits).T + 1
+        # `_unpack` subtracts 2^(bits − 1) from codes and zero points alike, so the offset cancels
+        # in their difference, and only the "plus one" of version 1 is left.
         codes = _unpack(stored["qweight"].T, bits)
         return codes - zeros[:, stored["g_idx"].long()], stored["scales"].T
 
     def scale_type(self, dtype: torch.dtype) -> ScaleType:
         """Return the numbers that both the dtype of the weight and float16 hold."""
+        # float16 has 11 significant bits, its subnormals are multiples of 2^−24, and its largest
+        # power of two is 2^15. Without these bounds, a scale of bfloat16 could fit in bits and
+        # overflow.
         significant = min(11, super().scale_type(dtype).significant)
         return ScaleType(significant, 2.0**-24, 2.0**15)
 
@@ -183,6 +191,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     each = 32 // bits
     columns = codes.shape[1]
     padded = torch.zeros(len(codes), -(-columns // each) * each, dtype=torch.int64)
+    # The sum is a bitwise or, since the fields of a word do not overlap. It needs int64: the top
+    # field of an unsigned word does not fit int32 before the sign is restored below.
     padded[:, :columns] = codes.long() + (1 << (bits - 1))
     words = (padded.unflatten(1, (-1, each)) << (torch.arange(each) * bits)).sum(2)
     return (words - ((words >> 31) << 32)).to(torch.int32)  # the same bits, with a sign

@@ -38,6 +38,7 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
             loaded: Any = model_class(source.pretrained_config()).from_pretrained(
                 directory, dtype="auto", output_loading_info=True
             )
+        # A missing package is no fault of the export, so it comes before the general case.
         except ImportError as error:
             return f"transformers was not tried here: {first_line(error)}"
         except Exception as error:  # of any type, from the code of the format
@@ -56,6 +57,8 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
 def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
     """Return how a loaded export compares with its source."""
     names = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
+    # Names come before logits: with a missing weight, transformers computes with a random one, and
+    # the logits would only show that something differs.
     if names or loading["mismatched_keys"]:
         wrong = ", ".join(names[:5]) or "other shapes"
         raise ParityError(
@@ -66,6 +69,7 @@ def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
         return "all its weights"
     vocabulary = model.config.get_text_config().vocab_size
     length = min(_LENGTH, longest_sequence(model.config) or _LENGTH)
+    # Random tokens need no tokenizer, which a checkpoint may lack.
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(vocabulary, (_WINDOWS, length), generator=generator)
     text = compare_text(source.load(), model, windows, origin="random tokens")

@@ -167,12 +167,16 @@ def _compare_tensor(
         return [f"{name}: missing"]
     exported = restore_torchao(stored[name])
     if layer is not None:
+        # Packed formats do not store zeros, so −0 comes back as +0. That is the only change of bits
+        # that packing is allowed to make.
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]
         names = form.companion_names(name)
         companions = [stored[key] for key in names if key in stored]
         if not companions:
             exported = layer.matrix(exported)
+        # The order of the checks matters: `unpack` trusts its companions, so they have to be
+        # complete and undamaged before it reads them.
         elif len(companions) < len(names):
             return [f"{key}: missing" for key in names if key not in stored]
         elif damage := form.damage(exported, *companions, columns):
@@ -205,6 +209,7 @@ def operator_error(
     Returns the largest error over several numbers of tokens.
     """
     moved = copy.deepcopy(layer).to(device)
+    # The reference products below have no bias, and compare the weight alone.
     moved.bias = None
     return _product_error(name, moved, moved.dense_weight())
 
@@ -234,6 +239,8 @@ def _product_error(name: str, multiply: Callable[[Tensor], Tensor], dense: Tenso
     """Return the largest error of a product with a weight (rows, columns), relative to dense."""
     counts = (*_TOKENS, _MANY_TOKENS) if dense.is_cuda else _TOKENS
     errors = [error for tokens in counts for error in _errors_at(name, multiply, dense, tokens)]
+    # Failures come first: equal bits pass at any ratio, even with NaN, and must not hide a failure
+    # with a smaller ratio.
     return max(errors, key=lambda error: (not error.passes, error.packed / max(error.dense, 1e-30)))
 
 
@@ -246,13 +253,18 @@ def _errors_at(
     A single wrong group of a large weight is within the rounding of the whole output, but not of
     its row. For one token, rows may be near zero, where a relative error means nothing.
     """
+    # A reference has to be more exact than both products. For 16 bits, float32 has 13 or more bits
+    # to spare, and costs less than float64 on GPUs.
     higher = torch.float32 if dense.dtype.itemsize == 2 else torch.float64
+    # The generator runs on the CPU, so that all devices get the same inputs.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, dense.shape[1], generator=generator).to(dense.device, dense.dtype)
     exact = (x.to(higher) @ dense.to(higher).T).double()
     product, expected = multiply(x), F.linear(x, dense)
     bit_equal = not different_bits(product, expected)
     for dim in (None, 0) if tokens > 1 else (None,):
+        # A row of zeros has the norm 0: the clamp gives 0 for an exact product, where 0 / 0 would
+        # be NaN.
         scale = exact.norm(dim=dim).clamp_min(torch.finfo(torch.float32).tiny)
         packed, rounded = ((y.double() - exact).norm(dim=dim) / scale for y in (product, expected))
         yield OperatorError(name, float(packed.max()), float(rounded.max()), bit_equal)

@@ -123,6 +123,7 @@ def _form_of(
     choices: Sequence[LayerChoice], expected: set[str], allow_partial: bool
 ) -> PackedFormat:
     """Return 2:4 if all layers are 2:4 (with `allow_partial`, if any is), else the bitmask."""
+    # Only layers that were to be pruned decide. Others may fit 2:4 by chance, or not at all.
     wanted = [choice for choice in choices if choice.name in expected and choice.reason is None]
     fits = [not choice.broken_groups for choice in wanted]
     return SPARSE24 if all(fits) or (allow_partial and any(fits)) else BITMASK
@@ -131,6 +132,8 @@ def _form_of(
 def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
     """Return the choice, with the reason why it cannot be packed in this format, if any."""
     choice = replace(choice, form=form)
+    # A breach comes before all other reasons: a layer that violates its claim is an error even if
+    # no format could pack it.
     if choice.breach is not None:
         return replace(choice, misfit=True, reason=choice.breach)
     if reason := choice.reason or form.why_not(choice.shape):
@@ -141,6 +144,7 @@ def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerCho
         reason += "non-zeros"
     elif form is BITMASK4 and choice.off_grid:
         reason = f"not of four bits: {choice.off_grid}"
+    # The size is compared last, since the size of a packing that cannot exist means nothing.
     elif choice.packed_bytes >= choice.dense_bytes:
         reason = f"it would get no smaller: {choice.kept / max(size, 1):.0%} of it is not zero"
     else:
@@ -157,6 +161,9 @@ def _refuse_misfits(
     allow_partial: bool,
 ) -> None:
     """Raise if layers that should be pruned are not, or if there is no layer to pack."""
+    # 1. Breaches: the report contradicts the files, so no advice on formats would be right.
+    # 2. Misfits among the expected layers: the files are as claimed, and the format does not fit.
+    # 3. No layer at all, which also holds with `allow_partial`.
     breaches = [choice for choice in choices if choice.breach is not None]
     if breaches and not allow_partial:
         raise PatternError(
@@ -245,10 +252,14 @@ def choose_layers(
     claims = Claims.read(checkpoint.path)
     if form is None and _fits_four_bits(claims.grid):
         form = BITMASK4
+    # Codes of four bits are costly to look for, so the search has to know whether they are wanted.
+    # The choice between 2:4 and bitmasks needs the counts of all layers, so it comes after.
     search = _Search(checkpoint, claims.layers, skip, form is BITMASK4, track)
     choices, expected = search.in_model() if checkpoint.config else search.in_report()
     form = form or _form_of(choices, expected, allow_partial)
     choices = [_judged(choice, form, choice.name in expected) for choice in choices]
+    # The writer is asked after the judgement, and its reasons are no misfits: pruning the layer
+    # again would not help.
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
     _refuse_misfits(checkpoint.path, claims, choices, expected, allow_partial)
     return choices
@@ -292,12 +303,16 @@ class _Search:
             stored_names.append(stored)
             parameter, is_converted = name_in_model(stored)
             name, _, kind = parameter.rpartition(".")
+            # A converted parameter is no matrix of the files, so it can be neither packed nor
+            # examined here. Its layer is examined below, in the loaded model.
             if is_converted:
                 converted.add(parameter)
             elif kind == "weight" and name in modules:
                 transposed = is_conv1d(modules[name])
                 choice = LayerChoice(name, stored, (0, 0), tensor.dtype, transposed)
                 choices.append(self._examine(choice, tensor, reasons.get(name)))
+        # The files are compared with the model before the report is: with the wrong configuration,
+        # layers would seem to be missing from the model.
         if problem := larger(checkpoint.path, model, stored_names):
             raise FormatError(problem)
         unseen = expected - {choice.name for choice in choices}
@@ -343,6 +358,8 @@ class _Search:
         self, model: nn.Module, modules: Mapping[str, nn.Module]
     ) -> Iterator[tuple[str, str]]:
         """Yield the layers that stay dense regardless of their weights, with the reason."""
+        # Without `remove_duplicate=False`, each tied parameter would count once, under its first
+        # name.
         owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for name, module in modules.items():
             if any(matches(name, pattern) for pattern in self.skip):
@@ -384,6 +401,8 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
     """Return whether a `Conv1D` stores (columns, rows); for square weights the zeros decide."""
     if shape[0] != shape[1]:
         return tensor.shape != shape
+    # A square weight of both forms counts as not transposed: torch's own layers store (rows,
+    # columns).
     return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
@@ -404,6 +423,9 @@ def _without_matrix(
     for layer in sorted(_all_layers(model), key=lambda layer: layer.name):
         if layer.name not in names:
             continue
+        # 1. Kinds of layers that the format never packs.
+        # 2. Kinds that it packs, but whose weight the files do not hold as one matrix.
+        # 3. The rest, for which the files hold no tensor of its own.
         if isinstance(layer, Expert):
             reason = "it is an expert of a stack; the format packs linear layers"
         elif not is_packable(layer.module):

@@ -84,6 +84,7 @@ def text_windows(
     paths = [Path(file).expanduser() for file in files]
     text = TextFiles(evaluation=paths) if paths else StandardLibrary()
     documents, label = text.documents("test"), text.label("test")
+    # The text is cut before it is tokenized, whose time grows with its length.
     beginning = SEPARATOR.join(documents)[: _CHARACTERS * count * length]
     cutter = Cutter(tokenizer, length, text.bos).within(documents, label)
     windows = cutter.consecutive(label, beginning, count).ids
@@ -105,6 +106,8 @@ def compare_text(
     track: Track = silently,
 ) -> TextParity:
     """Compare logits on windows (windows, length), with one model on the device at a time."""
+    # The source's logits wait on the CPU while the export has the device, so that only one of two
+    # large models needs to fit it.
     reference = list(_logits(source, windows, device, track, "logits of the source"))
     nn.Module.to(source, "cpu")
     rows, max_difference, bit_equal = [], 0.0, True
@@ -116,10 +119,14 @@ def compare_text(
         max_difference = float((p - q).abs().max().maximum(torch.tensor(max_difference)))
         agrees = p.argmax(-1) == q.argmax(-1)
         first, second = p.topk(2).values.unbind(-1)
+        # A logit of size m is a multiple of at most eps·m. Each of the two compared logits may be
+        # off by one such unit, so a margin of more than 2·eps·m is no tie.
         rounding = 2 * torch.finfo(expected.dtype).eps * p.abs().amax(-1)
         confident = first - second > rounding
         p, q = p.log_softmax(-1), q.log_softmax(-1)
         losses = [F.nll_loss(logs, window[1:], reduction="none") for logs in (p, q)]
+        # `kl_div(q, p)` is Σ exp(p)·(p − q): the divergence of the export from the source, weighted
+        # by the source's probabilities.
         divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
         columns = (agrees, *losses, divergence, confident, confident & agrees)
         rows.append(torch.stack([column.double() for column in columns], dim=1))
@@ -169,6 +176,7 @@ def text_failures(text: TextParity) -> list[str]:
     if text.bit_equal:
         return []
     failures = []
+    # The conditions are negated, so that NaN, which compares as false, fails.
     if not text.confident_agreement >= _MIN_AGREEMENT:
         failures.append(
             f"the likeliest next token agrees at {text.confident_agreement:.2%} of the "

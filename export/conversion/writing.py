@@ -64,6 +64,7 @@ class HeadChoice:
 
     def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensors to write instead of a source tensor, one of `tensors`."""
+        # The second name of a tied weight is not written: loading gives it the first one's 8 bits.
         if name != self.tensors[0]:
             return {}
         codes, scales = pack(tensor)
@@ -94,6 +95,8 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
             f"`--head-bits 8`: {checkpoint.path} holds no weight of {head.name} in bfloat16, "
             "float16 or float32."
         )
+    # Only one of the two is written, so they have to be equal for the export to be lossless up to
+    # the rounding.
     if len(weights) > 1 and not torch.equal(*(tensor for _, tensor in weights.values())):
         raise OptionError(
             f"`--head-bits 8`: {checkpoint.path} holds a {parameters[0]} that differs from its "
@@ -136,6 +139,8 @@ def write_packed(
         return packed | note
 
     names = [layer.name for layer in layers]
+    # A format of variable length needs the number of elements of each layer, to build the model's
+    # empty tensors before the files are read.
     modules = {layer.name: layer.count for layer in layers} if form.count else names
     settings = _settings(form.quant_method, form.version, modules)
     settings |= {} if head is None else {"head": head.settings}
@@ -247,6 +252,8 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     result = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
+        # A view of a larger storage is copied, too, since `torch.save` would write all of the
+        # storage.
         whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
         shared = storage.data_ptr() in seen
         seen.add(storage.data_ptr())

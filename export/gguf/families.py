@@ -196,11 +196,16 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
             f"{checkpoint.path}: `model_type` {config.model_type!r} is none of those whose GGUF "
             f"metadata are made here: {', '.join(FAMILIES)}. {_REMEDY}"
         )
+    # Fields and tokenizer are checked before the weights are read, which takes far longer.
     family.fields.require(config, checkpoint.path)
     write_tokenizer = tokenizer_fields(checkpoint, config)
     model = checkpoint.load()
+    # The files' values are taken, and not the loaded model's, which are rounded to `dtype`: whether
+    # a type holds a weight exactly depends on its bits.
     state = checkpoint.state(model)
     locations = _locations(family, config, state)
+    # A head that equals the embeddings is not stored twice, but keeps a location, so that the proof
+    # compares it with the table that llama.cpp uses in its stead.
     if (head := separate_head(model, state)) is None:
         locations |= table_shared(model, locations)
     else:
@@ -238,6 +243,8 @@ def metadata(
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
+        # The width is always written, since llama.cpp's default, embedding_length / head_count, is
+        # wrong for models whose heads are wider or narrower than that.
         width = getattr(config, "head_dim", None)
         width = width or config.hidden_size // config.num_attention_heads
         writer.add_key_length(width)
@@ -258,6 +265,8 @@ def _locations(
         OptionError: llama.cpp's architecture lacks parameters, and the message lists all.
     """
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
+    # The names come from llama.cpp's own package, so a parameter without one is a parameter that
+    # llama.cpp would not read: the model would run without it, and compute another function.
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     locations, missing = {}, []
@@ -268,6 +277,8 @@ def _locations(
             continue
         stored = stored or "output.weight"
         kind = stored.split(".")[-2]
+        # Scales belong to rows, and rows are interleaved, so the grid parameters take the same
+        # order. Norms have no codes, and need no order of rows.
         if family.rotates and kind in heads:
             arrange = partial(rotated, heads=heads[kind])
             locations[name] = Location(stored, arrange, arrange)

@@ -80,6 +80,8 @@ class Fields:
     def problems(self, config: PreTrainedConfig, unless: Collection[str] = ()) -> Iterator[str]:
         """Yield the fields, by name, with values that the file of a family cannot hold."""
         for each in fields(config):
+            # A field that a later version of transformers adds is refused too, until its effect is
+            # known.
             if each.name not in self.known:
                 yield f"`{each.name}` {getattr(config, each.name)!r} is not known here"
         for name, values in self.fixed.items():
@@ -88,6 +90,8 @@ class Fields:
                 expected = " or ".join(map(repr, values))
                 yield f"`{name}` is {value!r}, and llama.cpp computes with {expected}"
         yield from own_code(config)
+        # Warned fields are not judged: they change texts of some length only, and the file stays
+        # right for all others.
         for name, rule in self.judged.items():
             if name not in unless and (reason := rule(config)):
                 yield reason
@@ -113,6 +117,8 @@ class Fields:
 def _architectures(config: PreTrainedConfig) -> str | None:
     expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = config.architectures or []
+    # The case of letters is ignored, and a checkpoint that names no class has the one of its
+    # `model_type`.
     if expected is None or [name.lower() for name in names] in ([], [expected.__name__.lower()]):
         return None
     return f"`architectures` names {', '.join(names)}, and the file is of a {expected.__name__}"
@@ -206,6 +212,8 @@ def scale_of_queries(blocks_of_largest: int) -> Rule:
 
     def rule(config: PreTrainedConfig) -> str | None:
         expected = config.head_dim
+        # llama.cpp recognises the largest model by its number of blocks, so this rule has to do so,
+        # too.
         if config.num_hidden_layers == blocks_of_largest:
             expected = config.hidden_size // config.num_attention_heads
         if config.query_pre_attn_scalar == expected:

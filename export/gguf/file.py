@@ -81,6 +81,8 @@ def write_gguf(
     layout.write_fields(writer)
     encoded = {}
     for name, tensor in layout.tensors.items():
+        # Norms and biases are a negligible part of the bytes, and float32 holds all 16-bit values
+        # exactly.
         of_tensor = "f32" if tensor.ndim == 1 else kind
         known = layout.parameters.get(name)
         if name in _VOCABULARY:
@@ -122,6 +124,8 @@ def _write(writer: GGUFWriter, out: Path) -> None:
     Raises:
         OSError: The file differs from the written content.
     """
+    # The checksums are taken before writing, because the writer drops its tensors as it writes
+    # them.
     checksums = {
         name: zlib.crc32(info.tensor.tobytes())
         for shard in writer.tensors
@@ -132,6 +136,7 @@ def _write(writer: GGUFWriter, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    # The file is read back after the flush: before it, a part may exist in memory only.
     flush(out)
     try:
         read = {

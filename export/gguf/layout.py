@@ -33,8 +33,12 @@ def one_more(tensor: Tensor) -> Tensor:
 
 def rotated(tensor: Tensor, heads: int) -> Tensor:
     """Interleave the halves of each head, since llama.cpp rotates adjacent rows."""
+    # A tensor without two halves for each head is no query or key of these heads. It stays as it
+    # is, and the comparison with the file's values decides whether that is right.
     if len(tensor) % (2 * heads):
         return tensor
+    # transformers rotates row i with row i + d/2 of a head of d rows, llama.cpp 2i with 2i + 1: row
+    # i of the first half goes to 2i, and row i of the second to 2i + 1.
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -91,6 +95,8 @@ def known_parameters(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Grid
     """Return the grid parameters of a checkpoint by the names of modules; tied ones share them."""
     known = checkpoint.grid_parameters()
     weights = dict(model.named_parameters(remove_duplicate=False))
+    # The identity of the parameter, not its name, joins a tied head with its table: pruning
+    # recorded the parameters under one of the names only.
     by_weight = {
         id(weight): known[name]
         for name in known
@@ -121,6 +127,7 @@ def separate_head(model: PreTrainedModel, state: Mapping[str, Tensor]) -> str | 
     the logits with the embeddings.
     """
     head, table = _vocabulary(model)
+    # An empty name is in no state, so a model without a head needs no case of its own.
     if head not in state or (table in state and torch.equal(state[head], state[table])):
         return None
     return head

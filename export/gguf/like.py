@@ -74,12 +74,16 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
     _refuse_other(source, config, like)
     family = FAMILIES.get(config.model_type)
     if family is not None:
+        # Positions may be of any kind here: the file's own are copied. All other fields are code of
+        # llama.cpp, which no metadata of the file can change.
         family.fields.require(config, checkpoint.path, unless={"rope_parameters"})
     model = checkpoint.load()
     state = checkpoint.state(model)
     locations = _all_locations(checkpoint, like, reader, model, state)
     arranged = arranged_tensors(state, locations)
     order = {tensor.name: index for index, tensor in enumerate(reader.tensors)}
+    # The order of the other file is kept, so that both files of an unchanged model are alike; a
+    # head that only the checkpoint has comes last.
     tensors = dict(sorted(arranged.items(), key=lambda item: order.get(item[0], len(order))))
     tables = {
         tensor.name: (np.array(tensor.data), tensor.tensor_type)
@@ -119,6 +123,8 @@ def _all_locations(
     """
     config, source = model.config.get_text_config(), gguf_config(like).get_text_config()
     with reading(like, "--like"):
+        # transformers reads the file in float32, as `dequantize` does: the values then agree up to
+        # a few roundings, and any larger difference is another arrangement.
         values = gguf_model(like, torch.float32, None).state_dict()
         locations = dict(_locations(reader, values, source, config))
     if (head := separate_head(model, state)) is None:
@@ -157,11 +163,15 @@ def _locations(
             raise FormatError(f"`--like`: transformers has no name for the tensor {tensor.name}.")
         # A copy, since the reader's memory is read-only.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        # The identity is tried first: a tensor whose rows are equal, such as a bias of zeros, fits
+        # several arrangements.
         for arrangement in _ARRANGEMENTS:
             rearranged = arrangement(tensor.name, source).arrange(state[name])
             if rearranged.shape == values.shape and torch.allclose(
                 rearranged, values, rtol=1e-5, atol=1e-7
             ):
+                # The arrangement is verified with the heads of the file's model, and applied with
+                # the checkpoint's own, which structured pruning may have made fewer.
                 yield name, arrangement(tensor.name, config)
                 break
         else:
@@ -212,6 +222,8 @@ def _sizes(
     heads = config.num_attention_heads
     sizes["attention.head_count"] = heads
     sizes["attention.head_count_kv"] = getattr(config, "num_key_value_heads", None) or heads
+    # Defaults of these sizes are embedding_length / head_count, and wrong once heads were removed
+    # and the embedding kept its width.
     if heads != source.num_attention_heads:
         sizes |= dict.fromkeys(_OF_A_HEAD, config.head_dim)
     return sizes
@@ -255,6 +267,7 @@ class _Metadata:
             if key.startswith(f"{architecture}.")
         }
         own = {key: value.value for key, value in self.fields.items() if key != _OWN[0]}
+        # Sizes are free: a narrower checkpoint has others, and `_copy_fields` writes them.
         free = {f"{architecture}.{name}" for name in (*_FREE, *sizes)}
         if self.notes:
             free |= {key for key in stored if f".{_ROPE}" in key}
@@ -285,6 +298,8 @@ class _Metadata:
 def _equal(stored: Any, own: Any) -> bool:
     """Return whether metadata are equal, as numbers of a file have 32 bits."""
     if isinstance(stored, float) and isinstance(own, int | float):
+        # A file rounds numbers to 32 bits and the configuration has 64: 1e-6 from both is equal
+        # only after the same rounding.
         return bool(np.float32(stored) == np.float32(own))
     return bool(stored == own)
 

@@ -52,6 +52,8 @@ def _problem(parameters: Mapping[str, Any], kinds: Collection[str]) -> str | Non
             f"`rope_type` {kind!r} is not known here, but {', '.join(kinds)} are; the positions of "
             "a GGUF file of the same model are taken with --like"
         )
+    # A setting that the kind does not read in llama.cpp would be lost without a message, so that
+    # unknown ones refuse the checkpoint. A partial factor of 1 rotates everything, as without it.
     known = {"rope_type", "type", "rope_theta", *_SETTINGS[kind]}
     other = {
         name: value
@@ -66,12 +68,16 @@ def _problem(parameters: Mapping[str, Any], kinds: Collection[str]) -> str | Non
 def positions(config: PreTrainedConfig, model: Any) -> tuple[Callable[[GGUFWriter], None], Tables]:
     """Return a function that writes the rotary frequencies, and the table that they need."""
     parameters: dict[str, Any] = config.rope_parameters
+    # Gemma 3 has two sets of positions. The local one is built into llama.cpp and checked by
+    # `local_and_global`, so that the file holds the global one.
     parameters = parameters.get("full_attention", parameters)
     kind, base = parameters["rope_type"], parameters["rope_theta"]
     tables: Tables = {}
     if kind == "llama3":
         frequencies = model.get_decoder().rotary_emb.inv_freq.double().numpy()
         exponents = np.arange(len(frequencies)) / len(frequencies)
+        # llama.cpp divides its own frequencies base^(−2i/d) by the table, and i / len(frequencies)
+        # is 2i/d. The quotient in float64 leaves one rounding, that of the table to float32.
         factors = (base**-exponents / frequencies).astype(np.float32)
         tables["rope_freqs.weight"] = factors, GGMLQuantizationType.F32
 

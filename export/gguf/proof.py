@@ -53,8 +53,11 @@ def prove(checkpoint: Checkpoint, layout: Layout, file: Path) -> dict[str, float
             failures.append(f"{name}: {tuple(values.shape)} in place of {tuple(expected.shape)}")
         elif not _same(values, expected):
             errors[entry.name] = error = _relative_error(values, expected)
+            # The negation also catches NaN, which compares as false.
             if not error <= _MOST:
                 failures.append(f"{name}: another tensor, by {error:.0%} of its size")
+    # The other direction: a tensor of the GGUF file that no tensor of the checkpoint gave would
+    # take part in the computation unproven.
     known = compared | layout.tables.keys()
     failures += [f"{name}: of no tensor of the checkpoint" for name in stored.keys() - known]
     if failures:

@@ -43,10 +43,14 @@ def tokenizer_fields(
 
     size = config.vocab_size
     _require_embeddings(file, size, model["vocab"] | {t["content"]: t["id"] for t in added})
+    # llama.cpp takes the vocabulary's size from the list, so it has an entry for each embedding,
+    # also for numbers without a token; these get the names that llama.cpp's converter gives.
     tokens, types = [f"[PAD{i}]" for i in range(size)], [TokenType.UNUSED] * size
     for token, number in model["vocab"].items():
         is_byte = by_bytes and len(token) == 6 and token.startswith("<0x")
         tokens[number], types[number] = token, TokenType.BYTE if is_byte else TokenType.NORMAL
+    # Added tokens come after the vocabulary, since some are in both, and only here is it known
+    # whether they are control tokens.
     for token in added:
         is_unknown = token["content"] == model.get("unk_token")
         kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
@@ -63,6 +67,8 @@ def tokenizer_fields(
             # The scores of a byte-fallback tokenizer give the order of merges: the earlier a token
             # is merged, the higher its score.
             merged = ["".join(pair).replace(" ", "") for pair in model["merges"]]
+            # Several merges may give the same token. Reversed, the earliest is written last, and
+            # its rank, the highest score, is the one that stays.
             ranks = {token: -rank for rank, token in reversed([*enumerate(merged)])}
             writer.add_token_scores([float(ranks.get(token, -len(merged))) for token in tokens])
             writer.add_add_space_prefix(_prepends_space(content))

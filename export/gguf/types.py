@@ -72,11 +72,13 @@ def _float16(scales: _Array) -> _Array:
 
 
 def _q4_0(codes: _Array, scales: _Array) -> _Array:
+    # Codes begin at −8, and the file holds them from 0: ggml subtracts 8 as it reads.
     return np.hstack([_float16(scales), _nibbles(codes + 8)])
 
 
 def _q5_0(codes: _Array, scales: _Array) -> _Array:
     fifth = np.packbits(codes + 16 >= 16, axis=1, bitorder="little")
+    # `_nibbles` drops the fifth bit, which the word `fifth` holds: it is set iff code + 16 ≥ 16.
     return np.hstack([_float16(scales), fifth, _nibbles(codes + 16)])
 
 
@@ -99,6 +101,8 @@ def _iq4_nl(codes: _Array, scales: _Array) -> _Array:
 
 
 def _mxfp4(codes: _Array, scales: _Array) -> _Array:
+    # The codes are twice the values of E2M1 (0, ½, 1, …, 6), so that they are whole numbers, and
+    # the scale is half of the format's: hence 128 in the exponent, and not 127.
     sizes = np.searchsorted([0, 1, 2, 3, 4, 6, 8, 12], np.abs(codes))
     exponents = np.frexp(scales)[1] + 127  # the scale is 2^(exponent − 128)
     return np.hstack([exponents.astype(np.uint8), _nibbles(sizes + 8 * (codes < 0))])
@@ -109,12 +113,16 @@ def _steps(name: str, scales: _Array) -> tuple[_Array, _Array]:
     units = GRIDS[name].units(torch.from_numpy(scales))
     assert units is not None
     unit = units[:, 0].numpy()
+    # The quotient is a whole number up to the rounding of the division, which `rint` removes.
     return np.rint(scales / unit[:, None]).astype(np.int64), unit
 
 
 def _q3_k(codes: _Array, scales: _Array) -> _Array:
     steps, unit = _steps("q3_k", scales)
+    # Scales of q3_k have a sign, and are stored with the offset 32 in six bits.
     steps += 32
+    # Code + 4 has three bits: two in `low`, four codes to a byte, and one in `high`, eight to a
+    # byte. The fields of a byte do not overlap, so that their sum is a bitwise or.
     parts = (codes + 4).reshape(-1, 2, 4, 32)  # 16 groups of 16, as (halves, shifts, bytes)
     shifts = 2 * np.arange(4)[:, None]
     low = ((parts & 3) << shifts).sum(2).reshape(-1, 64)
@@ -220,6 +228,8 @@ def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> E
     """Return the parameter encoded exactly in a type; None if the type cannot hold it."""
     matrix = parameter.detach().reshape(-1, parameter.shape[-1])
     if torch.equal(matrix.bfloat16().to(matrix.dtype), matrix):
+        # The products of codes and scales were rounded to bfloat16. Only in that dtype are they on
+        # the grid.
         matrix = matrix.bfloat16()  # pruned in bfloat16, and stored wider
     if kind.pack is None or kind.grid is None:
         content = quantize(matrix.float().numpy(), kind.stored_as)
@@ -244,6 +254,7 @@ def _on_grid(matrix: Tensor, grid: Grid, known: GridParameters | None) -> tuple[
         return None
     if known is not None and (codes := grid.codes_of(matrix, known)) is not None:
         return codes, known.scales, *([] if known.minima is None else [known.minima])
+    # Most matrices that are on no grid fail in their first rows, which saves the fit of the rest.
     if not grid.fit(matrix[:_FIRST])[2].all():
         return None
     codes, scales, fits = grid.fit(matrix)
@@ -263,6 +274,8 @@ def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:
             f"round to it. Prune with `grid: {kind.name}`, or take --type auto."
         ) from None
     decoded = dequantize(content, kind.stored_as)
+    # Rounding may move any weight but a zero: a pruned weight that came back would undo the
+    # pruning.
     if not np.isfinite(decoded).all() or decoded[values == 0].any():
         raise ParityError(f"{name} cannot be stored as {kind.name}; use --type bf16 or auto.")
     return Encoded(content, kind)

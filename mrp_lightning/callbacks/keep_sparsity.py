@@ -62,6 +62,9 @@ class KeepSparsity(Callback):
         self._pruned = [(parameter, parameter.detach() == 0) for parameter in parameters]
         self.removed = {layer.name: int((layer.weight == 0).sum()) for layer in layers}
         for optimizer in trainer.optimizers:
+            # The hook is on the optimizer and not on the batch: with accumulation there are batches
+            # without a step, and with several optimizers or manual optimisation several steps in
+            # one batch.
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def on_before_optimizer_step(

@@ -109,6 +109,10 @@ class PruningCallback(Callback):
                     getattr(stage, "value", stage),
                 )
             return
+        # 1. A pruned model that could not be saved is saved now: pruning it again would prune
+        #    pruned layers.
+        # 2. A complete run has no second effect, and another model is named in the warning.
+        # 3. Two callbacks would both capture batches and prune the same model.
         unsaved = None if self._is_done else self._pruned
         if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
             self._save_and_release(self.save_dir, unsaved)
@@ -126,6 +130,8 @@ class PruningCallback(Callback):
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         output = Output(self.save_dir, self.overwrite, self.resume, self.run_directory)
         run = Run(trainer, pl_module, self.settings, output)
+        # The run is checked before `start`, which changes the module: a refused run leaves it as it
+        # was.
         run.check(type(self).__name__)
         run.start()
         self._run = run
@@ -149,6 +155,8 @@ class PruningCallback(Callback):
                 if run.save_dir is None:
                     pruned.complete()
                 else:
+                    # All processes wait even if saving raises, or the others would go on while the
+                    # first one still writes.
                     try:
                         self._save_and_release(run.save_dir, pruned)
                     finally:
@@ -210,6 +218,7 @@ class PruningCallback(Callback):
         """
         stored = state_dict["report"]
         report = stored and PruningReport.from_dict(stored, "the callback's state")
+        # An incomplete report would mark a partly pruned model as done, so the run is made again.
         if report and report.complete:
             self.report = report
             self.settings = Settings.from_config(state_dict["recipe"])
@@ -225,6 +234,8 @@ class PruningCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise a DataError if there was no batch to calibrate on."""
+        # `on_predict_epoch_end` has ended the run if there was a batch. A run that is still open at
+        # teardown has had none.
         if self._run is None:
             return
         self._end_run()

@@ -118,6 +118,8 @@ class SaveEvaluation(Callback):
             return
         if not isinstance(pl_module, CausalLM):
             raise TypeError(f"`SaveEvaluation` needs a CausalLM. Got {type(pl_module).__name__}.")
+        # The existing file is read before the test, since results are merged into it at the end,
+        # when a damaged file would cost all of them.
         if (self.save_dir / records.NAME).exists():
             records.read(self.save_dir)
         self._windows = []
@@ -141,6 +143,8 @@ class SaveEvaluation(Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         written = {}
+        # A continuation needs a forward on each process if the model is sharded, and only the first
+        # process gets here.
         if pl_module.tokenizer is not None and trainer.world_size == 1:
             with trainer.precision_plugin.forward_context(), torch.no_grad():
                 for text, window in zip(pl_module.evaluation, self._windows, strict=True):
@@ -179,6 +183,8 @@ def continuation(
     ids = window[:start]
     for _ in range(min(_NEW_TOKENS, len(window) - start)):
         token = logits(ids[None])[0, -1].argmax()
+        # Ended by the model itself, the text is whole; `else` trims it only if the number of tokens
+        # ended it.
         if token.item() == tokenizer.eos_token_id:
             break
         ids = torch.cat([ids, token[None]])

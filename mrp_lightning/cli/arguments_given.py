@@ -64,6 +64,8 @@ def arguments_given(args: Sequence[str], *, files: bool = True) -> list[Argument
             values.
     """
     arguments: list[Argument] = []
+    # A value may follow `=` or be the next word. A word that is a value is visited as an option,
+    # too, and dropped unless it starts with dashes.
     for arg, following in zip_longest(args, args[1:], fillvalue=""):
         option, equals, value = arg.partition("=")
         value = value if equals else following
@@ -85,6 +87,8 @@ def _read(file: Path, group: str, commands: Sequence[str]) -> list[Argument]:
     """
     try:
         root = yaml.compose(file.read_text("utf-8"), yaml.SafeLoader)
+        # `compose` makes nodes, in which an alias is a reference, so that parsing is linear in the
+        # file. Only the walk expands them, and it is lazy: `islice` ends it in time.
         arguments = list(islice(_walk(root, group, file, commands), _MOST_VALUES + 1))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -121,6 +125,7 @@ def _walk(
             yield argument
             yield from _walk(value, below, file, commands)
             if below in _GROUPS and argument.value.endswith(_SUFFIXES):
+                # A file is relative to the one that names it, and not to the working directory.
                 other = file.parent / argument.value
                 yield from _read(other, below, commands) if other.is_file() else ()
 
@@ -210,6 +215,7 @@ def _asks(args: Sequence[str]) -> bool:
 def _check_words(command: str, args: Sequence[str]) -> None:
     """Raise for words that are no option's value: each option takes one value."""
     option, values = "", [""]
+    # The last word is a sentinel, which ends the values of the last option.
     for arg in [*args, "--"]:
         if not arg.startswith("--") and arg != "-c":
             values.append(arg)

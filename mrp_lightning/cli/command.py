@@ -49,6 +49,8 @@ def exit_on_mistake(interrupted: str = "interrupted") -> Iterator[None]:
         if mistake is None:
             raise
         sys.stderr.write(f"error: {_message(mistake)}\n")
+        # A `ParityError` is no mistake of the user's: by the status, scripts distinguish a wrong
+        # export from a wrong option.
         failed = isinstance(mistake, errors.ParityError)
         raise SystemExit(errors.FAILED if failed else errors.MISTAKE) from error
 
@@ -101,6 +103,7 @@ def number_from(least: int) -> Callable[[str | int], int]:
     """Return an argument type for whole numbers ≥ `least`."""
 
     def number(text: str | int) -> int:  # jsonargparse calls it with the default, too
+        # `int` alone would accept "1_000", " 7" and "-1"; a decimal text has none of these.
         if not str(text).isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text!r}")
         return int(text)

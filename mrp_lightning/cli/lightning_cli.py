@@ -58,8 +58,12 @@ class PruningCLI(LightningCLI):
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
         self._arguments = arguments_given(sys.argv[1:] if args is None else args)
+        # The classes of the parser depend on the arguments, so these are read before the parser
+        # exists.
         model, data = _keys(self._arguments, "model"), _keys(self._arguments, "data")
         own_model, own_data = "class_path" in model, "class_path" in data
+        # A user's own model may bring its dataloaders, so text is read for it only if an option of
+        # `data` is given.
         of_text = not own_data and (not own_model or bool(data))
         super().__init__(
             LightningModule if own_model else CausalLM,
@@ -120,6 +124,8 @@ class PruningCLI(LightningCLI):
             trainer.callbacks = [trainer.callbacks]
         for callback in trainer.callbacks:
             arguments = callback.get("init_args", {})
+            # The configuration holds paths of classes, not classes, so that a callback that prunes
+            # is recognised by its arguments.
             prunes = {"sparsity", "pattern", "save_dir"} <= {*arguments.keys()}
             if prunes and arguments["save_dir"] is None and not trainer.fast_dev_run:
                 _make(callback)  # raises first if other arguments are wrong
@@ -146,6 +152,8 @@ class PruningCLI(LightningCLI):
                         i for i, path in enumerate(paths) if not i or path.startswith(starts)
                     )
                     texts.append((last, origins[last], keys))
+            # Positions count along the command line, files expanded, and the last one wins, as
+            # jsonargparse overrides. The defaults have position 0, before all others.
             for _, origin, keys in sorted(texts)[:-1]:
                 _, last_origin, last_keys = max(texts)
                 if origin == last_origin:

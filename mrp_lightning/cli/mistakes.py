@@ -34,6 +34,11 @@ def explain(message: str, options: Mapping[str, Any], arguments: Sequence[Argume
         arguments: All arguments of the command line and its files.
     """
     named = {word.strip(".-") for word in re.findall(r"[\w.-]+", message)}
+    # 1. A mistake that the types prove, if the message names its option: it has a line and a
+    #    nearest name.
+    # 2. A misspelt name of a required option, which the message reports as missing.
+    # 3. The message itself, with the origin of the last argument that it names, which overrides the
+    #    others.
     for argument, name, problem in _mistakes(options, arguments):
         if name in named or any(word.startswith(f"{name}.") for word in named):
             return f"{argument.origin}{problem}"
@@ -70,6 +75,8 @@ def _mistakes(
     for argument in arguments:
         path = argument.path
         above = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
+        # The innermost class decides: an argument of a callback may be an object with arguments of
+        # its own.
         owner = next((key for key in reversed(above) if key in classes), None)
         taker = path.removesuffix(".class_path")
         takes_object = f"{taker}.help" in options and "text" not in _words(options.get(taker))
@@ -119,6 +126,7 @@ def _wrong_value(argument: Argument, kind: Any) -> str:
         is_missing = value and not Path(Path(argument.file).parent, value).is_file()
         return f"`{path}`: there is no file {value}." if is_missing else ""
     words = list(dict.fromkeys(_words(kind)))
+    # A type without a word for it cannot be explained, and is left to jsonargparse's own message.
     if not value or not all(words) or _is_of(value, kind):
         return ""
     expected = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
@@ -159,6 +167,8 @@ def _class(path: str) -> tuple[Any, str, list[str]]:
     module, _, name = path.rpartition(".")
     modules = [import_module(known) for known in _MODULES]
     if module:
+        # The last part of a path is often right and its module wrong, so that the name is looked up
+        # in the known modules as well.
         elsewhere = [f"{known.__name__}.{name}" for known in modules if hasattr(known, name)]
         try:
             modules = [import_module(module)]

@@ -51,6 +51,7 @@ class Parser(ArgumentParser):
         args = [_dashed(arg, options) for arg in (sys.argv[1:] if args is None else args)]
         if self.model_first and "--model" in (names := [arg.partition("=")[0] for arg in args]):
             named = args.pop(names.index("--model"))
+            # After `pop`, the value of `--model VALUE` has moved to the same index.
             value = named.partition("=")[2] or args.pop(names.index("--model"))
             args = [value, *args]
         takes_files = "--config" in options
@@ -73,6 +74,8 @@ class Parser(ArgumentParser):
         try:
             yield
         except Exception as error:
+            # The error is changed and raised again, and not wrapped, so that its type still decides
+            # the exit status.
             if isinstance(error, ArgumentError) and error.argument is not None:
                 error.argument = option_named(self, error.argument) or error.argument
             if len(error.args) == 1 and isinstance(error.args[0], str):

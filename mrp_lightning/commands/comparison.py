@@ -83,6 +83,8 @@ def prune_and_compare(
             data = _fitted(text, model)
         subject = _Subject.of(model, data, prune, conversions, windows, accelerator)
         console.print(subject.plan_text())
+        # The dense evaluation comes before the pruning, which changes the model in memory, and its
+        # speed is the basis of the announced time.
         dense = subject.evaluate("dense", console)
         console.print(subject.announcement())
         sizes = [subject.size()]
@@ -99,6 +101,7 @@ def prune_and_compare(
     if isinstance(model, TextModel):
         scores = {"similarity": {name: pruned}}
     record(directory, **scores, model=str(directory))
+    # Zeros are multiplied like other weights, so that only a narrower model has a time of its own.
     if not report.narrowed:
         sizes = _equally_fast(sizes)
     table = _table(dense, pruned, prune, sizes, seconds)
@@ -188,6 +191,9 @@ class _Subject:
     ) -> "_Subject":
         """Check outputs, layers and text, in the order of what each costs."""
         assert prune.save_dir is not None
+        # 1. Outputs, which cost a look at the disk.
+        # 2. Layers, which cost a walk through the model.
+        # 3. Text, which is read and tokenized; a batch of it has to fit the model.
         check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
         for conversion in conversions:
             conversion.check()
@@ -281,6 +287,7 @@ class Conversion:
         """Raise, before any work, for an output that the command would refuse afterwards."""
         is_file = self.out.suffix == ".gguf"
         is_there = self.out.exists() and (is_file or any(self.out.iterdir()))
+        # The command would refuse it, too, but only after hours of pruning.
         if is_there and "--overwrite" not in self.options:
             raise FileExistsError(
                 f"{self.out} exists, and `{self.command}` would write it. Move it away, name "
@@ -331,6 +338,8 @@ class Size:
                 times.seen.clear()
                 mask = torch.ones_like(ids)
                 model.eval().generate(ids, attention_mask=mask, streamer=times, **options)
+        # The streamer gets the prompt first, and the first token after the forward of the prompt:
+        # both are no steps of decoding.
         steps = [later - earlier for earlier, later in pairwise(times.seen[2:])]
         return cls(num_bytes, 1000 * min(steps))
 
@@ -378,6 +387,8 @@ class _HeldOut:
         """Measure the perplexity of a model or, for a `TextModel`, the cosine of its outputs."""
         console.print(f"Evaluating the {name} model on the {self.name} …")
         clock = _Clock()
+        # The clock is a callback, so that setting up the trainer does not count as evaluation: the
+        # speed is the basis of an estimate.
         trainer.callbacks.append(clock)
         loader = DataLoader(self.windows, batch_size=self.batch_size)
         try:
@@ -497,6 +508,7 @@ def _why_useless(dense: Scores, pruned: Scores, report: PruningReport) -> str | 
     if "cosine" in pruned:
         if not (cosine := pruned["cosine"] or 0.0) >= _USELESS_COSINE:
             loss = f"The mean cosine of the outputs with those before is {number(cosine)}"
+    # The negations also catch NaN, which compares as false: a model that computes NaN is of no use.
     elif not (ratio := _ratio(dense, pruned)) < _USELESS_RATIO:
         loss = f"The perplexity is {number(ratio)} times that of the dense model"
     if loss is not None:
@@ -506,6 +518,7 @@ def _why_useless(dense: Scores, pruned: Scores, report: PruningReport) -> str | 
             "`--text` that is like yours."
         )
     config = report.config
+    # Few bits or a smaller width are a benefit without any zeros.
     is_changed = report.narrowed or any(config.get(key) for key in ("bits", "grid", "head_grid"))
     if not is_changed and totals["removed"] < _LEAST_REMOVED * totals["model_weights"]:
         return (

@@ -109,6 +109,8 @@ def _listing_of(options: Namespace) -> _Listing:
     source = located(options.model, options.gguf_file, options.revision)
     config = load_config(source, revision=options.revision, trust_remote_code=trust)
     model = build_without_weights(config, trust_remote_code=trust)
+    # The listing follows the configuration: if the files hold more blocks than it makes, the
+    # listing would be short without a sign of it.
     if problem := larger(options.model, model, stored_names(Path(source).expanduser())):
         raise TargetError(f"`model`: {problem}")
     choice_names = ("targets", "ignore", "blocks", "skip_indivisible")
@@ -128,6 +130,8 @@ def _list_layers(
         **choices: Arguments of `make_plan`, which documents the errors, too.
     """
     plan = make_plan(model, pattern or Unstructured(0.5), allow_meta=True, **choices)
+    # Layers outside the blocks come last, as in the plan: the callback prunes them after the
+    # blocks.
     places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
     layers = [
         _PlannedLayer(
@@ -141,6 +145,7 @@ def _list_layers(
     ]
     num_pruned = sum(layer.parameters for layer in layers)
     num_vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    # `parameters()` yields tied parameters once, which the totals promise.
     total = sum(parameter.numel() for parameter in model.parameters())
     return _Listing(
         model=source,
@@ -206,6 +211,7 @@ def _parser() -> Any:
 
 def _left_out(model: nn.Module, plan: Plan) -> list[_LeftOut]:
     """Return the skipped layers of the plan and all other weights of two or more dimensions."""
+    # Parameters are compared by identity: experts share one, and a tied one has several names.
     pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
     pruned |= {id(layer.parameter) for layer in plan.outside}
     reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
@@ -217,6 +223,8 @@ def _left_out(model: nn.Module, plan: Plan) -> list[_LeftOut]:
             reason = reasons.get(name) or reasons.get(weight)
             if parameter.ndim < 2 or (id(parameter) in pruned and reason is None):
                 continue
+            # The first name of a tied weight is in the order of modules, so that the row of the
+            # second one can refer to it.
             if first.setdefault(id(parameter), weight) != weight:
                 reason = reason or f"tied to {first[id(parameter)]}"
             elif reason is None and weight.endswith("bias"):

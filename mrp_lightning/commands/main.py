@@ -55,6 +55,7 @@ def main(args: list[str] | None = None) -> None:
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # raised by Lightning's loops
             end.code = ended_by(signal.SIGTERM)
+        # `args` is given by callers in Python, whose process goes on and needs its collector.
         if args is None and end.code in (ended_by(signal.SIGINT), ended_by(signal.SIGTERM)):
             gc.freeze()  # a final collection may take longer than schedulers wait
         raise
@@ -75,6 +76,8 @@ def _run(words: list[str], args: list[str] | None) -> None:
         name = next((word for word in words if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in words if word != name)
         raise OptionError(f"the command comes first: `mrp-lightning {name} {options}`.")
+    # Mistakes in files are reported before Lightning and transformers are imported, which takes
+    # seconds.
     check_arguments(first, words[1:])
     if first in _OF_LIGHTNING or first.startswith("-"):
         _run_lightning(args)
@@ -120,6 +123,7 @@ def command_named(name: str) -> Callable[[list[str]], None]:
         _require_not_hidden("export")
         main = import_module(f"export.{_OF_EXPORT[name][0]}").main
         return main
+    # Plugins come after the package's own commands, so that none can replace one of these.
     plugins = entry_points(group=GROUP)
     for plugin in plugins.select(name=name):
         _require_not_hidden(plugin.module)
@@ -163,6 +167,7 @@ def _require_not_hidden(module: str) -> None:
         return
     other = Path(spec.origin)
     other = other.parent if other.name == "__init__.py" else other
+    # Paths are compared, and nothing is imported: importing the folder would run the user's code.
     if other.resolve() != own_package.resolve() and own_package.is_dir():
         raise DependencyError(
             f"{other} hides the package `{package}` of mrp-lightning, because `python -m` looks in "

@@ -106,11 +106,15 @@ def _settings(options: Namespace) -> Settings:
             "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits`, "
             "`--grid` or `--head-grid`, with either of them or alone."
         )
+    # Options that the user gives override the recipe's, so `chosen` holds only options that are
+    # set: a default would undo the recipe.
     arguments = {**_RECIPES[options.recipe or "paper"], **chosen}
     if {"pattern", "sparsity"} <= chosen.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
     if "pattern" in chosen and "block_size" not in chosen:
         pattern = make_pattern(None, options.pattern)
+        # A block that ends within a group would choose the mask of half a group. The default
+        # shrinks; a block size that the user names is an error of `Settings` instead.
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
             arguments["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
     return Settings(**arguments)
@@ -139,6 +143,7 @@ def _from_standard_input(files: Sequence[str] | None) -> Iterator[list[str] | No
         yield list(files) if files else None
         return
     with TemporaryDirectory(prefix="mrp-lightning-") as directory:
+        # Files may be read more than once, and a pipe cannot be.
         file = Path(directory, "stdin.txt")
         file.write_bytes(sys.stdin.buffer.read())
         yield [str(file) if name == "-" else name for name in files]
@@ -206,6 +211,8 @@ def _first_sentences() -> dict[str, str]:
     from docstring_parser import parse_from_object  # reads and parses source files
 
     sentences = {}
+    # Base classes come first, so that a derived class's sentence on an argument replaces an earlier
+    # one.
     for kind in reversed(Settings.__mro__[:-1]):
         for parameter in parse_from_object(kind).params:
             text = " ".join((parameter.description or "").split()).partition(". ")[0].rstrip(".")
@@ -228,6 +235,7 @@ def _add_settings(parser: Any, *, with_help: bool) -> None:
         elif any(get_origin(kind) is not None for kind in kinds):
             shown.add_argument(option, nargs="+", metavar="NAME", help=text)
         else:
+            # Wider types come first: `int` would refuse 0.5 for an option that is `int | float`.
             kind = next(kind for kind in (str, float, int) if kind in kinds)
             shown.add_argument(option, type=kind, help=text)
 

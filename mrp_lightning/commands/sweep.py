@@ -32,6 +32,8 @@ def main(args: list[str]) -> None:
     from mrp_lightning.experiments.scores import check_tables, write_tables
     from mrp_lightning.terminal import Console
 
+    # Tables are checked before the runs, and written from whichever finished, also if others
+    # failed.
     check_tables(Path(sweep.out))
     console = Console()
     failed = make_runs(sweep, console)

@@ -48,6 +48,8 @@ def _evaluate(options: Namespace) -> None:
 
     options.model = located(options.model, options.gguf_file, options.revision)
     if options.out is not None:
+        # Outputs, records, configuration and tasks are checked in the order of their cost, all
+        # before the weights are loaded: an evaluation takes hours.
         _check_writable(options.out)
     if (Path(options.model).expanduser() / NAME).exists():
         read(Path(options.model).expanduser())  # raises early if the existing file is damaged
@@ -93,6 +95,7 @@ def _write(options: Namespace, results: Mapping[str, Any], summary: Mapping[str,
     is_writable = directory.is_dir() and os.access(directory, os.W_OK)
     if is_writable:
         there = read(directory).zeroshot if (directory / NAME).exists() else {}
+        # A quick look with `--limit` must not replace the result of all samples.
         fuller = [task for task in summary if _samples(there, task) > _samples(summary, task)]
         added_tasks = {task: scores for task, scores in summary.items() if task not in fuller}
         path = record(directory, zeroshot=added_tasks, model=options.model)

@@ -158,6 +158,7 @@ class TextDataModule(LightningDataModule):
             raise OptionError("it needs `calibration` or `evaluation`.", "corpora_dir")
         if hold_out and (self.eval_files or not self.train_files):
             raise OptionError("it needs `train_files`, and no `eval_files`.", "hold_out")
+        # Both arguments are expanded in one call, so that one message lists all missing files.
         files = expanded({"train_files": self.train_files, "eval_files": self.eval_files})
         self._files = TextFiles(
             train=files["train_files"],
@@ -181,6 +182,8 @@ class TextDataModule(LightningDataModule):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the argument, else that of the model that the trainer runs."""
+        # It is loaded at its first use, since a hub id may need a network. The model's own is not
+        # stored, as a restored checkpoint may replace it.
         if isinstance(self._tokenizer, str | os.PathLike):
             self._tokenizer = load_tokenizer(self._tokenizer)
         if self._tokenizer is not None:
@@ -215,6 +218,8 @@ class TextDataModule(LightningDataModule):
         """
         limit = longest_sequence(config)
         if self._fits_model:
+            # From the usual length, not the present one: a module that was fitted to a short model
+            # before is not limited by that for the next.
             self.sequence_length = min(_USUAL_LENGTH, limit or _USUAL_LENGTH)
         elif limit is not None and self.sequence_length > limit:
             raise DataError(
@@ -238,6 +243,8 @@ class TextDataModule(LightningDataModule):
         config = getattr(getattr(module, "model", None), "config", None)
         if isinstance(config, PreTrainedConfig):
             self.fit_to(config)
+        # The sources are examined here, so that a text that is missing is reported before any
+        # window is drawn and any weight changed.
         sources = self._sources(stage)
         for source in sources:
             if isinstance(source, OwnText):
@@ -279,6 +286,8 @@ class TextDataModule(LightningDataModule):
 
     def _text(self, split: Split) -> TextSource:
         """Return the unnamed text of a split: the files, the dataset or the standard library."""
+        # An unnamed text could be the standard library here, and its figures be taken for those of
+        # the published text that the user named for another stage.
         if self._is_alone or self.evaluation:
             raise DataError(
                 "`fit` trains on `train_files`, `dataset` or the embedded text, not on "
@@ -309,6 +318,8 @@ class TextDataModule(LightningDataModule):
         """All training windows, shuffled anew in every epoch."""
         text = self._text("train")
         windows = self._cutter(text.bos).consecutive("train", text.documents("train"))
+        # A generator of its own: the order depends on `seed` alone, not on random numbers that were
+        # drawn before.
         order = torch.Generator().manual_seed(self.seed)
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 

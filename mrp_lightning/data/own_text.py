@@ -130,6 +130,8 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
     tokens attend to more tokens.
     """
     pieces, sampling = _pieces(require_writer(model), cutter, seed)
+    # The batch has its full number of windows, and only its length is cut: the time of a token
+    # depends on how many windows share it.
     at_once = min(windows_at_once(model, sampling.length), count * pieces)
     length = min(sampling.length, max(len(sampling.prefix), 1) + _MEASURED_TOKENS)
     times: list[float] = []
@@ -139,6 +141,8 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
         range(at_once),
         lambda _: times.append(time.perf_counter()),
     )
+    # The least of the intervals between two tokens: the first holds the set-up, and noise only
+    # adds.
     seconds_a_token = min((b - a for a, b in pairwise(times)), default=0.0)
     seconds = seconds_a_token * sampling.length * -(-count * pieces // at_once)
     return Estimate(seconds, at_once * bytes_a_window(model, sampling.length))
@@ -150,6 +154,7 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
     A piece begins with the tokens that the tokenizer adds at the start of a text, or, if there
     are none, with a random token that is not special.
     """
+    # pieces·length ≥ the window's length; `draw` cuts off the surplus, fewer than `pieces` tokens.
     pieces = -(-cutter.length // _LONGEST)
     length = -(-cutter.length // pieces)
     prefix = torch.tensor([]).long()
@@ -157,6 +162,8 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
     if (tokenizer := cutter.tokenizer) is not None:
         prefix = Cutter(tokenizer, length).prefix
         special = set(tokenizer.all_special_ids)
+        # An embedding may be padded to a round size: rows beyond the tokenizer's tokens were never
+        # trained.
         first = [token for token in first[: len(tokenizer)] if token not in special]
     first_tokens = torch.tensor(first).long()
     return pieces, Sampling(length=length, seed=seed, prefix=prefix, first=first_tokens)
@@ -168,6 +175,8 @@ def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> 
     run = next((directory for directory in directories if directory is not None), None)
     if run is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
+    # Process 0 alone hashes the weights, and all take its key: a hash reads the whole model, which
+    # is the same in all processes.
     processes, key = processes_of(trainer), None
     if processes.rank == 0:
         tensors = chain(model.named_parameters(), model.named_buffers())
@@ -177,6 +186,8 @@ def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> 
 
 def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, Tensor]]) -> str:
     """Return the hash of a sampling and a model (configuration and tensors), a directory's name."""
+    # All that decides the tokens: windows are used again only by runs that would write the same
+    # ones. Their number is left out, as window n depends on the seed and n alone.
     about = {
         "rule": _RULE,
         "length": sampling.length,
@@ -277,6 +288,12 @@ def write_together(
         OSError: A batch cannot be stored.
     """
     length = sampling.length
+    # 1. All processes learn the stored windows of all: machines may have different directories.
+    # 2. The smallest room decides the size of a batch, so that all divide the missing windows in
+    #    the same way without further messages.
+    # 3. Batches are dealt by rank; each is stored at once, so that a killed run loses the current
+    #    one alone.
+    # 4. The results are gathered by number, so that the order does not depend on the processes.
     windows = _of_all(processes, _read_kept(directory, length, count))
     missing = [n for n in range(count) if n not in windows]
     room = processes.numbers(windows_at_once(model, length))
@@ -306,6 +323,8 @@ def _read_kept(directory: Path | None, length: int, count: int) -> dict[int, Ten
         except (OSError, SafetensorError, KeyError) as error:
             log.warning("%s is damaged (%s): these windows are written again.", file, error)
             continue
+        # A file of another form was not written by this code, and is passed over without an error:
+        # the directory is a cache.
         if written.shape == (len(numbers), length) and written.dtype == torch.int64:
             windows |= zip(numbers, written, strict=True)
     return {n: window for n, window in windows.items() if n < count}
@@ -325,6 +344,9 @@ def _keep(directory: Path, windows: range, written: Tensor) -> None:
 
 def _batches(windows: list[int], batch_size: int, processes: int) -> list[range]:
     """Split consecutive windows into batches of about equal size, as many for each process."""
+    # The number of rounds is that of full batches; the windows are then spread evenly over them,
+    # since a round takes as long as its largest batch. A gap in the numbers ends a batch, because a
+    # file is named by a range.
     rounds = -(-len(windows) // (batch_size * processes))
     size = -(-len(windows) // max(1, rounds * processes))
     batches: list[range] = []
@@ -345,6 +367,8 @@ def _write(
     except (MemoryError, RuntimeError) as error:
         if len(windows) == 1 or not is_out_of_memory(error):
             raise
+    # After the `except`, whose traceback would keep the tensors of the failed attempt in memory.
+    # Random numbers belong to a window's number, so halves give the same draws.
     half = len(windows) // 2
     parts = windows[:half], windows[half:]
     return torch.cat([_write(model, sampling, part, report) for part in parts])

@@ -58,6 +58,9 @@ class Sampling:
 
     def uniforms(self, windows: range) -> Tensor:
         """Return random numbers in [0, 1), one for each token (windows, length), float32."""
+        # One generator for each window, seeded by (seed, n): window n is the same in any batch,
+        # process or order. The numbers are numpy's, on the CPU, so that they do not depend on the
+        # device.
         numbers = [
             np.random.default_rng([self.seed % 2**64, n]).random(self.length, np.float32)
             for n in windows
@@ -68,6 +71,7 @@ class Sampling:
         """Return the tokens that each window begins with (windows, tokens), int64."""
         if len(self.prefix):
             return self.prefix.expand(len(uniforms), -1)
+        # ⌊u·n⌋ < n as u < 1; in float32 the product could be rounded up to n.
         return self.first[(uniforms[:, :1].double() * len(self.first)).long()]
 
 
@@ -93,6 +97,8 @@ class FilledLayer(DynamicLayer):
         start = self.get_seq_length()
         stop = start + key_states.shape[2]
         for room, states in zip(self._room, added, strict=True):
+            # Written into preallocated memory: `DynamicLayer` concatenates, which copies all
+            # earlier keys for every token, O(length²) in all, and holds two copies meanwhile.
             room[:, :, start:stop] = states
         self.keys, self.values = (room[:, :, :stop] for room in self._room)
         return self.keys, self.values
@@ -106,6 +112,7 @@ def _cache(model: PreTrainedModel, length: int) -> dict[str, Cache]:
     if not takes_any_cache(model) or "past_key_values" not in signature(model.forward).parameters:
         return {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    # `type`, not `isinstance`: a layer with a sliding window is a subclass, and keeps fewer tokens.
     cache.layers = [
         FilledLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
@@ -131,6 +138,8 @@ class _InverseTransform(LogitsProcessor):
         length = input_ids.shape[1]
         self.report(length)
         cumulative = _cumulative(scores)
+        # The rounded sum of all probabilities is not quite 1. Numbers are scaled by it, so that
+        # each lies below the last cumulative probability, up to the rounding below.
         total = cumulative[:, -1:]
         if not bool(total.isfinite().all()):
             raise DataError(
@@ -139,6 +148,8 @@ class _InverseTransform(LogitsProcessor):
                 "float32. Otherwise the checkpoint is broken."
             )
         thresholds = self.uniforms[:, length : length + 1].to(cumulative) * total
+        # `right=True` gives the first cumulative probability > u: a token of probability 0 is never
+        # drawn, even for u = 0.
         drawn = torch.searchsorted(cumulative, thresholds, right=True)
         drawn = drawn.clamp_(max=scores.shape[1] - 1)  # u·total may be rounded up to the total
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
@@ -173,6 +184,8 @@ def write(
         uniforms = sampling.uniforms(windows)
         starts = sampling.starts(uniforms)
         written = _generate(model, starts, uniforms, report, _cache(model, sampling.length))
+        # One window suffices as a rule: a faulty cache concerns all alike. The check costs one
+        # forward.
         if not _agrees(model, written[:1], uniforms[:1], starts.shape[1]):
             log.warning(
                 "%s predicts other tokens step by step, with its cache, than all at once. Its text "
@@ -232,6 +245,8 @@ def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
 
     Dropout is off, too: a model that was built from a configuration is in training mode.
     """
+    # The parts in training mode are listed one by one, since `model.train()` at the end would also
+    # set the parts that the user had frozen in evaluation mode.
     in_training = [part for part in model.modules() if part.training]
     options = replaced(model, "generation_config", GenerationConfig())
     with torch.inference_mode(False), torch.no_grad(), options:
@@ -269,6 +284,7 @@ def windows_at_once(model: PreTrainedModel, length: int) -> int:
     They take at most half of a GPU's free memory, or a quarter of a machine's memory.
     """
     if model.device.type == "cuda":
+        # Half, since activations and the allocator's fragments are not in the estimate of a window.
         room = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
@@ -281,5 +297,7 @@ def bytes_a_window(model: PreTrainedModel, length: int) -> int:
     heads = getattr(text, "num_attention_heads", 0) or 0
     size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)
     heads = getattr(text, "num_key_value_heads", None) or heads
+    # Keys and values: 2 · layers · heads · size · length. Layers with a sliding window or a state
+    # take less, as a rule, so that the estimate is on the safe side.
     keys = 2 * text.num_hidden_layers * heads * size * length * model.dtype.itemsize
     return keys + 4 * _COPIES_OF_LOGITS * text.vocab_size

@@ -37,7 +37,11 @@ def token_losses(
         predicted = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
     if wanted is not None:
         predicted = predicted & wanted[:, 1:]
+    # Logits at t − 1 predict the token at t. A token after padding has no context, so the one
+    # before it must be a token, too; this holds for padding on either side.
     targets = ids[:, 1:].long().masked_fill(~predicted, -100)
+    # Window by window, in parts of at most 2²⁵ logits: a float32 copy of all could take more memory
+    # than the model. Each loss depends on its own row alone.
     positions = max(1, _LOGITS // logits.shape[-1])
     parts = [
         F.cross_entropy(some.float(), of_some, ignore_index=-100, reduction="none")
@@ -60,6 +64,9 @@ class MeanLoss(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        # One sum for each window, not a running one: a running float32 sum would depend on the
+        # batches, and lose digits as it grows. Lists of processes are joined, and summed in float64
+        # at the end.
         self.add_state("sums", [], dist_reduce_fx="cat")
         self.add_state("counts", [], dist_reduce_fx="cat")
         self.add_state("context", torch.tensor(0), dist_reduce_fx="max")
@@ -72,6 +79,8 @@ class MeanLoss(Metric):
 
     def compute(self) -> Tensor:
         """Return the mean in nats a token; NaN if no token was predicted."""
+        # Σ losses / Σ tokens, not a mean of means: padded windows have fewer tokens. float64 on the
+        # CPU, since some devices have none.
         return dim_zero_cat(self.sums).cpu().double().sum() / dim_zero_cat(self.counts).cpu().sum()
 
 
@@ -85,6 +94,8 @@ class Perplexity(MeanLoss):
     def figures(self) -> dict[str, float | int]:
         """Return the perplexity and its conditions, such as the context, for `evaluation.json`."""
         with self.sync_context():
+            # Inside the context the states are those of all processes, so that windows and tokens
+            # are counted over the same data as the loss.
             loss, counts = super().compute(), dim_zero_cat(self.counts)
             return {
                 "perplexity": loss.exp().item(),

@@ -72,6 +72,8 @@ def load_tasks(
     away = why_no_hub()
     if away:
         progress_log.warning("Data sets are read from the cache alone: %s.", away)
+    # All names are matched before any data are read: a misspelt last name costs seconds, not a
+    # download.
     manager = _manager(names, include_path)
     matching = {name: manager.match_tasks([name]) for name in names}
     if unknown := [name for name, matches in matching.items() if not matches]:
@@ -100,6 +102,7 @@ def load_tasks(
             if task.get_config("num_fewshot") != 0:
                 task.set_config(key="num_fewshot", value=num_fewshot)
         group = content.get("groups", {}).get(name)
+        # A group stays whole, so that lm-eval aggregates its members as the group asks for.
         loaded += [group] if group is not None else content["tasks"].values()
     if missing:
         raise DataError(
@@ -180,6 +183,8 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
     for task, row in results["results"].items():
         scores: dict[str, float | int | None] = {}
         for key, value in row.items():
+            # lm-eval's keys are `metric,filter`; those without a comma are no metrics, such as
+            # `alias`.
             metric, comma, filter_name = key.partition(",")
             if comma and isinstance(value, int | float):  # a missing standard error is "N/A"
                 scores[metric if filter_name == "none" else key] = float(value)
@@ -207,6 +212,8 @@ def _samples(task: str, results: Mapping[str, Any]) -> int:
 def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:
     """Return the number of groups with scores of their own around a task."""
     around = [group for group, members in groups.items() if task in members]
+    # A task may be in several groups: the longest chain counts. Groups without scores have no row
+    # to be indented under.
     return max(((group in scored) + _depth(group, groups, scored) for group in around), default=0)
 
 

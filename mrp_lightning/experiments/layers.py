@@ -84,6 +84,8 @@ class Layers:
         columns = [field.name for field in fields(LayerReport)]
         self._layers = pd.DataFrame(layers, columns=[*columns, "kind", "setting", "label", "run"])
         pruned = self._layers["skipped"].isna()
+        # Pruned layers come first in the order of blocks and kinds, and skipped ones follow, so
+        # that layers that stayed dense do not disturb the order of the others.
         ordered = pd.concat([self._layers[pruned], self._layers])
         short = short_names(list(dict.fromkeys(ordered["kind"])))
         self._layers["kind"] = self._layers["kind"].map(short)
@@ -132,6 +134,8 @@ class Layers:
         if len(self._blocks) < 2:
             return
         of_layers = "" if quantity == _ERROR else ": mean over its layers"
+        # The mean over layers is taken within a run first. The band then spans runs, and not
+        # layers.
         by_block = rows.groupby(["setting", "label", "run", "block"], sort=False)[quantity.key]
         for setting, values in by_block.mean().groupby(level="setting", sort=False):
             of_runs = values.groupby(["block", "label"], sort=False)
@@ -166,10 +170,13 @@ class Layers:
                 is_pruned = of_group["skipped"].isna()
                 pruned = of_group[is_pruned].astype({key: float})
                 values = pruned.pivot_table(index="kind", columns="block", values=key)
+                # A map in one colour shows nothing, so values are compared as they are written.
                 if values.stack().dropna().map(write).nunique() > 1:
                     left = of_group[~is_pruned]
                     dense = pd.crosstab(left["kind"], left["block"]).reindex(**shape).fillna(0) > 0
                     maps[label] = (values.reindex(**shape), dense)
+            # Maps of one sparsity are compared with each other, which takes one scale for all of
+            # them.
             colors = common_scale([values for values, _ in maps.values()])
             for label, (values, dense) in maps.items():
                 name = f"{_short(_LOSS)}-map-{setting}-{label}"

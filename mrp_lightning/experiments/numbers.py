@@ -15,6 +15,7 @@ def _of_finite(write: Callable[[float], str]) -> Write:
     def written(value: float | None) -> str:
         if value is None:
             return MISSING
+        # The check is common to all formats: none of them could round NaN or infinity.
         return write(value) if math.isfinite(value) else "not finite"
 
     return written

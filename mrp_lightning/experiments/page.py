@@ -111,6 +111,7 @@ def make_page(
     """
     models = find_models(runs)
     sections: list[dict[str, Any]] = []
+    # Names of models may be equal, and anchors of a page may not.
     for id_, model in zip(_unique([model.name for model in models]), models, strict=True):
         frame = ScoreFrame(model)
         sections.append(
@@ -127,6 +128,8 @@ def make_page(
     parts = {model: section["parts"] for model, section in zip(models, sections, strict=True)}
     default_title = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
     raw = _zipped(runs)
+    # Undefined names raise and values are escaped: names of layers and paths are the user's, and a
+    # page may be published.
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=select_autoescape(), undefined=StrictUndefined
     )
@@ -171,6 +174,8 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
     Raises:
         FileExistsError: See `check_page`.
     """
+    # Both outputs are checked before either is written, and the page is written last: it is there
+    # only if its pictures are.
     check_page(out, overwrite=overwrite)
     pictures = pictures_directory(out)
     if page.pictures:
@@ -241,6 +246,7 @@ def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
             yield _HeadValue(f"Perplexity on {named(text.of)}", value, _measured(frame, text))
     for setting, groups in model.by_setting().items():
         means = frame.means.loc[[(group.setting, group.label) for group in groups]]
+        # An infinite mean is no candidate for the best.
         finite = means.map(lambda value: value if isfinite(value) else None).astype(float)
         for score in [s for s in (*texts, RELATIVE_LOSS) if s in finite]:
             if finite[score].notna().any():
@@ -423,6 +429,7 @@ def _text_notes(model: ModelRuns) -> Iterator[Note]:
     runs: dict[str, dict[str, list[str]]] = {}
     for run in model.runs:
         for text, scores in run.evaluation.perplexity.items():
+            # Perplexities are comparable only on the same windows: a longer context lowers them.
             sizes = ", ".join(f"{name} {scores.get(name)}" for name in names)
             runs.setdefault(text, {}).setdefault(sizes, []).append(run.name)
     for text, by_sizes in runs.items():
@@ -452,6 +459,8 @@ def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
         save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={dense}"
         test = f"python -m mrp_lightning test --model.model {source} {save}"
         yield _NextStep("Measure the dense model, too, which this page then compares with.", test)
+    # With fewer tokens than input features, H = 2·XᵀX / tokens has no full rank, and with few more
+    # its small eigenvalues are noise. Experts with a shared Hessian have other tokens, too.
     tokens = {x: (x.tokens or 0) / x.shape[1] for x in run.pruned_layers if not x.shared_hessian}
     if tokens and 0 < (least := min(tokens.values())) < _FEW_TOKENS:
         layer = min(tokens, key=lambda layer: tokens[layer])
@@ -567,6 +576,8 @@ def _zipped(runs: Sequence[RunDirectory]) -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         for run in runs:
             for name, content in run.files.items():
+                # With a date, the page of unchanged runs would differ each time. A name that leads
+                # out of the archive is refused by many programs.
                 entry = zipfile.ZipInfo(f"{run.name.removeprefix('../')}/{name}")  # no date
                 archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
@@ -586,6 +597,8 @@ def _unique(names: Sequence[str]) -> list[str]:
     """Return the slugs of names, numbered from the second on if several are equal."""
     unique: list[str] = []
     for slug in map(_slug, names):
+        # A number may make a slug that another name has already, so numbers are tried until one is
+        # free.
         tries = (slug if i == 1 else f"{slug}-{i}" for i in itertools.count(1))
         unique.append(next(name for name in tries if name not in unique))
     return unique

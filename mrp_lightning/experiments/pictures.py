@@ -172,6 +172,7 @@ def draw_lines(
         figure, axes = new_figure(max(2.5, height))
         ends = {}
         for label, style in zip(values, line_styles([methods[x] for x in values]), strict=True):
+            # The markers of more values would cover the line.
             style |= {} if len(values) <= 16 else {"marker": ""}
             # Without missing values, which would interrupt the line.
             line = pd.Series(values[label].to_numpy(), positions).dropna()
@@ -202,6 +203,7 @@ def common_scale(tables: Sequence[pd.DataFrame]) -> Normalize:
     """Return a logarithmic scale over all values, or a linear one from 0 if one is 0."""
     values = [x for table in tables for x in table.stack().dropna()]
     low, high = min(values, default=0.0), max(values, default=0.0)
+    # LogNorm needs 0 < low < high; a table of zeros or of one value would have an empty scale.
     return LogNorm(low, high) if 0 < low < high else Normalize(0.0, high or 1.0)
 
 
@@ -225,6 +227,7 @@ def draw_map(
         gap = 1.5 if len(blocks) <= 40 else 0  # points
         x, y = (np.arange(length + 1) - 0.5 for length in cells.T.shape)
         edges: Any = {"edgecolors": PAPER if gap else "none", "linewidth": gap}
+        # Cells are paths in the SVG, and not an image, so that they stay sharp at any size.
         mesh = axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=colors, cmap=_HEAT, **edges)
         hatching: Any = {"hatch": "////", "fill": False, "edgecolor": MUTED, "linewidth": 0}
         for row, column in hatched:
@@ -291,11 +294,16 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None
     """
     broken = {name: _in_lines(name) for name in ends}
     figure_height = axes.figure.get_figheight()  # type: ignore[union-attr]
+    # The axes take about 0.72 of the figure's height. The layout is made only when the figure is
+    # saved, so that the height is estimated and not measured.
     step = 1.25 * STYLE["font.size"] / 72 / (0.72 * figure_height)  # of the height of the axes
     step *= max(map(len, broken.values()), default=1)
     to_axes = axes.transData + axes.transAxes.inverted()
     tops = {name: float(to_axes.transform((x, y))[1]) for name, (x, y, _) in ends.items()}
     ordered = sorted(tops, key=lambda name: tops[name])
+    # 1. Upwards, each label at least a step above the one before, so that none overlap.
+    # 2. Downwards from the top of the axes, if the first pass went over it. Both keep the lines'
+    #    order.
     heights: list[float] = []
     for name in ordered:  # upwards: each label at least a step above the last
         heights.append(max(tops[name], heights[-1] + step) if heights else tops[name])
@@ -362,6 +370,8 @@ def set_name_axis(axes: Axes, names: Sequence[str]) -> None:
 def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: bool = True) -> None:
     """Let an axis start at 0, or make it logarithmic for a wide range of values."""
     axis = axes.xaxis if which == "x" else axes.yaxis
+    # A logarithmic axis needs positive values. On a linear one, a wide range would press all but
+    # the largest values onto 0.
     if values and min(values) > 0 and max(values) > _WIDE_RANGE * min(values):
         axes.set(**{f"{which}scale": "log"})
         decades = log10(max(values) / min(values))

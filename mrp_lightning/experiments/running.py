@@ -121,6 +121,10 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         OptionError: A finished run is of another configuration, or cannot be evaluated any more.
         FileNotFoundError: A text that a run would read is not there.
     """
+    # 1. The configuration of the sweep itself, without reading a run.
+    # 2. Finished runs, which must be of this configuration, or their scores are not comparable.
+    # 3. Tasks and texts, which the runs to be made would read.
+    # 4. Only then work begins: the checks cost seconds, and a run may take hours.
     _check_pruning(sweep)
     finished = _finished_runs(sweep, sweep.selected)
     _check_same_configurations(sweep, finished)
@@ -142,6 +146,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     }
     failed = {trial: reason for trial in waiting if (reason := reasons[trial.model])}
     work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
+    # The trials of a model are adjacent, as `Sweep.trials` lists them, which `groupby` needs.
     for _, of_model in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
         numbered = list(of_model)
         with dequantized_once() if len(numbered) > 1 else nullcontext():
@@ -183,6 +188,8 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
         cli.build()
         if trial.method is not None:
             (callback,) = callbacks_that_prune(cli.trainer)
+            # The journal stays until the evaluation is written, too: a run that dies in between
+            # resumes with pruned blocks and only evaluates.
             callback.run_directory = output_path(directory)
             cli.trainer.predict(cli.model, datamodule=cli.datamodule)
             assert callback.report is not None
@@ -279,6 +286,8 @@ def _check_varied_options(sweep: Sweep) -> None:
     keys |= {key.rpartition(".")[0] for key in keys if key.count(".") > 1}  # such as a mixture
     leaves = {key.rpartition(".")[2]: key for key in sorted(keys)}
     for key in sweep.vary:
+        # An option may take a mapping or an object with arguments that the configuration does not
+        # list.
         if key in keys or any(key.startswith(f"{option}.") for option in keys):
             continue
         nearest = get_close_matches(key, keys, n=1, cutoff=0.8)
@@ -350,6 +359,8 @@ def _set(values: Any, path: Sequence[str], value: Any) -> None:
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested mappings, and of lists of mappings, by dotted key."""
     if isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        # Lists of mappings, such as callbacks, are taken apart by index, so that a difference names
+        # one argument, and not the whole list.
         values = dict(enumerate(values))
     if not isinstance(values, dict) or not values:
         yield key, values

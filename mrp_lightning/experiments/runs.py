@@ -171,6 +171,7 @@ def find_runs(*roots: Path) -> list[RunDirectory]:
                 f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
                 "with `save_dir` writes the first, `zeroshot` and `test` the second."
             )
+        # Several roots may overlap. Their paths are resolved, so that each run counts once.
         paths |= {path if len(roots) == 1 else path.resolve() for path in runs_beneath}
     runs = [read_run(directory, _name(directory, parent)) for directory in sorted(paths)]
     if all(run.report for run in runs) and len(roots) == 1:
@@ -182,6 +183,8 @@ def _directories_of_runs(root: Path) -> list[Path]:
     """Return the directories at and beneath a root that hold a run, without hidden ones."""
     directories_of_runs = []
     for path, directories, files in os.walk(root):
+        # `os.walk` goes down the list that it yielded, so this very list has to change. Hidden
+        # directories are journals and staging areas of runs that are not complete.
         directories[:] = [name for name in directories if not name.startswith(".")]
         if report.NAME in files or records.NAME in files:
             directories_of_runs.append(Path(path))
@@ -195,6 +198,7 @@ def read_run(directory: Path, name: str) -> RunDirectory:
         FormatError: A file is damaged, or of a newer version of mrp-lightning.
     """
     names = (report.NAME, records.NAME)
+    # The bytes are kept for the archive of the page, and to recognise copies.
     files = {n: (directory / n).read_bytes() for n in names if (directory / n).is_file()}
     trial, exported = directory / TRIAL, None
     if (directory / _EXPORT).is_file():
@@ -310,6 +314,8 @@ class ModelRuns:
         """The groups without copies of a run in another format."""
         seen: set[bytes] = set()
         copies = set()
+        # A copy has the report of its original, byte by byte. Originals come first, so that the
+        # copies are the ones that are left out.
         for group in sorted(self.groups, key=lambda g: g.runs[0].exported is not None):
             reports = {run.files[report.NAME] for run in group.runs if report.NAME in run.files}
             if reports and reports <= seen:
@@ -347,6 +353,8 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
     clusters: list[list[RunDirectory]] = []
     for run, near in nearest.items():
         for cluster in clusters:
+            # Equal shapes alone do not make one model: two finetunings have them. So the nearest
+            # dense run, or else the directory, has to agree, too.
             is_near = nearest[cluster[0]] == near and (near or _home(cluster[0]) == _home(run))
             if is_near and _agree(run, cluster):
                 cluster.append(run)
@@ -416,6 +424,8 @@ def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
         return run.trial.model == cluster[0].trial.model
     shapes = {layer.name: layer.shape for layer in run.layers}
     for other in cluster:
+        # Runs may prune different layers, so that only shared ones can disagree. The first run that
+        # shares any decides, since all runs of a cluster agree with each other.
         if shared := [layer for layer in other.layers if layer.name in shapes]:
             return all(shapes[layer.name] == layer.shape for layer in shared)
     return False
@@ -454,6 +464,7 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
         options = {key: _options(groups[key][0]) for key in keys}
         differing = _differing(options.values())
         labels |= {key: _label(groups[key][0], options[key], differing) for key in keys}
+    # A label has to be unique within its setting, as tables and pictures use it as a key.
     names = Counter((members[0].trial.setting, labels[key]) for key, members in groups.items())
     for (
         key,

@@ -122,6 +122,8 @@ def _entry(
     score: Score, value: float | None, detail: str = "", error: float | None = None
 ) -> dict[str, Any]:
     scale = 100 if score.in_percent else 1
+    # JSON has no infinity: records store a non-finite value as null. An error that is not known is
+    # NaN, which is different.
     value = math.inf if value is None else scale * float(value)
     error = math.nan if error is None else scale * error
     return {"score": score, "value": value, "error": error, "detail": detail}
@@ -194,6 +196,8 @@ class ScoreFrame:
 
     def lowest(self, scores: Sequence[Score]) -> set[tuple[str, str, Score]]:
         """Return (setting, label, score) of the lowest mean of each setting whose means differ."""
+        # Infinite means would make a setting with one finite value a comparison, so they are left
+        # out, and `nunique` counts the finite ones.
         finite = self.means[list(scores)].replace(math.inf, math.nan)
         settings = finite.groupby(level="setting")
         is_lowest = (finite == settings.transform("min")) & (settings.transform("nunique") > 1)
@@ -213,6 +217,7 @@ def text(values: pd.Series, write: Write) -> str:
     written = write(float(finite.mean()))
     if (spread := deviation(finite)) is not None:
         written += f" ± {_as_precise_as(written, spread, write)}"
+    # One diverged seed would make the mean infinite and hide the others, so it is counted apart.
     lost = len(values) - len(finite)
     return f"{written} ({lost} of {len(values)} not finite)" if lost else written
 
@@ -228,6 +233,7 @@ def _as_precise_as(mean: str, deviation: float, write: Write) -> str:
     """Format a deviation with the decimals of its mean."""
     if "e" in mean:
         return write(deviation)
+    # More decimals than the mean has would claim a precision that the mean does not show.
     decimals = len(mean.partition(".")[2].rstrip("%"))
     smallest = 10.0**-decimals
     if 0 < deviation < smallest / 2:
@@ -308,6 +314,7 @@ def _score_table(
     count_runs: bool = False,
 ) -> Table:
     """Return a table of scores (columns) of the groups that have any."""
+    # Infinite means are not missing: a run that diverged keeps its row.
     cells = frame.texts.loc[frame.means[scores].notna().any(axis=1), scores]
     is_pruned = cells.index.get_level_values("setting") != ""
     cells[is_pruned] = cells[is_pruned].replace("", MISSING)
@@ -358,6 +365,7 @@ def _score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
         trial = group.trial
         for score in frame.scores:
             values = frame.values((group.setting, group.label), score)
+            # A group without a score has no row: a mean of nothing is not a measurement.
             if len(values):
                 yield {
                     "model": frame.model.name,

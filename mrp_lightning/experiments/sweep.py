@@ -97,6 +97,8 @@ class Sweep:
         for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
             for setting, names in runs.items():
                 for name in names:
+                    # All settings are parsed now: a wrong one would otherwise end the sweep after
+                    # hours of other runs.
                     parse_setting(setting, self._method_of(name))
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
@@ -108,6 +110,8 @@ class Sweep:
                 f"`only` {self.only} matches no run. There are, for instance: "
                 + ", ".join(str(trial.directory) for trial in self.trials[:5])
             )
+        # Trials are different here, since equal ones were joined. Two of them in one directory
+        # would overwrite each other's results.
         directories = Counter(trial.directory for trial in self.trials)
         if shared := [str(name) for name, number in directories.items() if number > 1]:
             raise OptionError(
@@ -126,6 +130,7 @@ class Sweep:
             for setting, names in methods.items():
                 for name in names:
                     trials += self._repeat(model, setting, name)
+        # Several names of a method give equal trials, of which one is made.
         return list(dict.fromkeys(trials))
 
     @property
@@ -138,6 +143,7 @@ class Sweep:
             for trial in self.trials
             if any(fnmatchcase(str(trial.directory), name) for name in self.only)
         }
+        # Without its dense run, a pruned one has no "before".
         named |= {Trial(trial.model) for trial in named}
         return [trial for trial in self.trials if trial in named]
 
@@ -149,6 +155,8 @@ class Sweep:
         """Return the options of the configuration `base` that a trial changes, by dotted key."""
         recipe = self.recipes[trial.recipe] if trial.recipe else {}
         arguments = {f"{CALLBACK}.{key}": value for key, value in recipe.items()}
+        # The order is from general to special: a trial's setting and seed override its recipe, and
+        # this the model's options.
         return self.models[trial.model].options | arguments | trial.options()
 
     def _recipe_problems(self) -> Iterator[str]:
@@ -178,6 +186,9 @@ class Sweep:
         """Return the trials of a method or recipe for all block sizes, seeds and changes."""
         method = self._method_of(name)
         recipe = self.recipes.get(name)
+        # Options that do not change a method's result are not varied, since equal runs would count
+        # as independent ones. A recipe may have tuning, which sees the inputs, so it takes all
+        # seeds.
         sizes = self.models[model].block_sizes if has_blocks(method) else [None]
         if recipe and "block_size" in recipe:
             sizes = [recipe["block_size"]]

@@ -64,6 +64,9 @@ class ChangedOption:
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Values may be lists, which have no hash, and trials are keys of dicts. So the text stands
+        # for the value in comparisons, with sorted keys, since the order of a mapping has no
+        # meaning.
         object.__setattr__(self, "text", json.dumps(self.value, sort_keys=True, default=str))
 
     @property
@@ -86,6 +89,7 @@ class ChangedOption:
         plain = re.sub(r"[^\w.+-]+", "_", text).strip("_")
         if plain == text and len(text) <= 40:
             return f"{self.option}={text}"
+        # Replaced or cut characters could make two values alike, which the digest keeps apart.
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
         return f"{self.option}={plain[:40]}~{digest}"
 
@@ -116,6 +120,8 @@ class Trial:
 
     def __post_init__(self) -> None:
         if self.method is not None:
+            # Trials are compared and hashed by the canonical name, so that two names of one method
+            # are one trial.
             object.__setattr__(self, "method", canonical_method(self.method))
 
     @property
@@ -165,6 +171,8 @@ class Trial:
         }
         if arguments["bits"] is not None:
             options[f"{CALLBACK}.bits"] = arguments["bits"]
+        # Options that the method ignores are not set, so that configurations of equal runs are
+        # equal.
         if has_blocks(self.method):
             options[f"{CALLBACK}.block_size"] = self.block_size
         if self.seed is not None:

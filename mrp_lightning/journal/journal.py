@@ -70,6 +70,7 @@ def require_free(save_dir: str | PathLike[str]) -> None:
         SaveError: Something else exists at the path of the lock.
     """
     path = journal_path(save_dir)
+    # Without a lock file nobody holds the journal, and there may be no directory to lock yet.
     if (path / _LOCK).exists():
         hold(path).release()
 
@@ -113,6 +114,8 @@ def remove(path: Path, lock: FileLock) -> None:
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
         empty(path)
+        # The lock is held until the end, so that no run starts in a directory that is being
+        # emptied.
         others = set(not_ours(path)) - {_LOCK, f"{NAME}.partial"}
         if others:
             log.warning("%s is not ours, and stays in %s.", ", ".join(sorted(others)), path)
@@ -125,6 +128,8 @@ def empty(path: Path) -> None:
     """Delete the files of a journal."""
     blocks = _blocks(path)
     (path / NAME).unlink(missing_ok=True)  # first: blocks count only if the manifest names them
+    # Invariant: no manifest on the disk names a deleted file. After a power failure in between,
+    # files are left that nothing names.
     flush(path)
     for file in [*blocks, *filter(_is_temporary, path.iterdir())]:
         file.unlink()
@@ -150,8 +155,10 @@ def _blocks(path: Path) -> list[Path]:
     try:
         manifest = Manifest.load(path)
         listed = {name for entry in manifest.shards.values() for name in entry.checksums}
+        # Listed files count even if they are damaged, since the manifest shows who wrote them.
         listed |= {f"{_KEPT}-{name}.safetensors" for name in manifest.kept}
     except (JournalError, OSError):
+        # Without a manifest, each file has to show by its own header that a journal wrote it.
         listed = set()
     return [
         file
@@ -169,6 +176,7 @@ def _is_temporary(file: Path) -> bool:
         return False
     with file.open("rb") as content:
         head = content.read(_BLANK_BYTES)
+    # The first 8 bytes of a safetensors file are the length of its header.
     return not any(head) or head[8:].startswith(b'{"__metadata__":')
 
 
@@ -264,6 +272,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def __contains__(self, step: int) -> bool:
         """Return whether a step is done and its shard is undamaged."""
+        # Process 0 decides for all: the manifests of the others are as old as the opening.
         is_whole = step in self.manifest.shards and step not in self._damaged
         return bool(self._processes.all(is_whole)[0])
 
@@ -276,6 +285,7 @@ class Journal(AbstractContextManager["Journal"]):
             return result
         # The weights follow one by one, since all of them may not fit into a message.
         stored = {} if result is None else result.weights
+        # Shapes and dtypes go first, so that the others can make the tensors to receive into.
         kinds = {name: (weight.shape, weight.dtype) for name, weight in stored.items()}
         header = None if result is None else (replace(result, weights={}), kinds)
         result, kinds = self._processes.all(header)[0]
@@ -344,6 +354,7 @@ class Journal(AbstractContextManager["Journal"]):
             if result.grid:
                 grid_file = self.path / entry.grid_file
                 entry = replace(entry, grid=self._store(grid_file, result.save_grid))
+            # Entry and times go to the disk in one write, so that they belong to the same blocks.
             self._keep(step, entry)
             self.manifest.seconds = time.monotonic() - self._start
             self.manifest.cpu_seconds = time.process_time() - self._cpu_start
@@ -426,12 +437,16 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             earlier = Manifest.load(self.path)
         except JournalError:
+            # A damaged manifest without blocks costs nothing. With blocks, the user has to decide
+            # about them.
             if _blocks(self.path):
                 raise
             self._start_afresh()
             return
         differing = differences(earlier.fingerprint, self.manifest.fingerprint, lambda _: defaults)
         same_weights = earlier.fingerprint.get(WEIGHTS) == self.manifest.fingerprint.get(WEIGHTS)
+        # Weights that differ may be those that the interrupted run has changed already: a fresh run
+        # would take them for dense.
         if differing and not earlier.shards and same_weights:
             # Nothing is lost: no block is finished, and the model of this process is unchanged.
             self._start_afresh()
@@ -457,6 +472,8 @@ class Journal(AbstractContextManager["Journal"]):
         self.manifest = earlier
         self._start -= earlier.seconds
         self._cpu_start -= earlier.cpu_seconds
+        # All checksums are compared at the start: which blocks are damaged decides, by `in`, which
+        # outputs the walk computes.
         for step, entry in earlier.shards.items():
             for name, checksum in entry.checksums.items():
                 if not self._is_whole(name, checksum):
@@ -481,6 +498,7 @@ class Journal(AbstractContextManager["Journal"]):
         # Later blocks were calibrated on the outputs of the lost weights. Equal bits, the rule on
         # one machine, have equal outputs; other bits make all later shards those of another run.
         if earlier is not None and earlier.weights != entry.weights:
+            # Steps are numbered in the order of the walk.
             void = [later for later in self.manifest.shards if later > step]
             for later in void:
                 del self.manifest.shards[later]

@@ -59,6 +59,7 @@ def differences(
             then, and counts as its default.
     """
     earlier, now = _with_effect(earlier), _with_effect(now)
+    # Only settings that are new count as their default. One that `now` lacks is a difference.
     added = [name for name in now if name not in earlier]
     known = defaults(added) if added else {}
     return [
@@ -150,10 +151,13 @@ class Manifest:
         """Write `manifest.json` in one step."""
         # The checksum is that of the file's keys, which are strings and sort as such.
         content = plain({"format_version": FORMAT_VERSION, **asdict(self)})
+        # Over all other keys, so that `load` removes it before it compares.
         content["sha256"] = _checksum(content)
         partial = directory / f"{NAME}.partial"
         partial.unlink(missing_ok=True)  # else a link would be followed
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        # A rename: a reader, or a run after a crash, has the old manifest or the new one, never a
+        # part.
         move_durably(partial, directory / NAME)
 
     @classmethod
@@ -187,7 +191,11 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 of names, types, shapes and bytes of tensors; about 1 GB/s on one core."""
     sha256 = hashlib.sha256()
     for name, tensor in named:
+        # Names, types and shapes delimit the bytes: without them, tensors cut at other points would
+        # have the same digest.
         sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        # As bytes, since NumPy has no bfloat16, and since equal values such as 0 and −0 differ in
+        # bits.
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         sha256.update(data.numpy().data)
     return _DIGEST_PREFIX + sha256.hexdigest()
@@ -223,6 +231,7 @@ def fingerprint(
         batches: The calibration batches of this process.
         processes: The processes that share the calibration batches; all of them must call this.
     """
+    # Text goes through `digest` as the name of an empty tensor.
     computed = [(forward_of(config), _NOTHING) for config in configurations]
     here = versions()
     return {
@@ -257,6 +266,8 @@ def digest_of(steps: Sequence[Any]) -> str:
 
 def together(digests: Sequence[str]) -> str:
     """Return one digest for the digests of all processes."""
+    # One process with unknown data makes all of it unknown: a digest of the message would hide the
+    # reason.
     unknown = [one for one in digests if one.startswith(_UNKNOWN)]
     if unknown or len(digests) == 1:
         return (unknown or list(digests))[0]
@@ -280,6 +291,7 @@ def _leaves(
     if (content := _bytes_of(data)) is not None:
         yield f"{path} = {content}", _NOTHING
         return
+    # By identity: equal objects in one another are no cycle.
     if any(data is other for other in above):
         yield f"{path} = above", _NOTHING
         return
@@ -296,6 +308,7 @@ def _leaves(
 def _bytes_of(data: Any) -> str | None:
     """Return the digest of raw content, `None` for other values."""
     if isinstance(data, np.ndarray | np.generic) and not data.dtype.hasobject:
+        # `dtype.str` has the byte order, without which equal bytes could be other numbers.
         kind, raw = f"{data.dtype.str} {data.shape}", np.ascontiguousarray(data).tobytes()
     elif isinstance(data, bytes | bytearray):
         kind, raw = "bytes", bytes(data)
@@ -311,6 +324,8 @@ def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(data, list | tuple):
         return iter(enumerate(data))
     if isinstance(data, Set):
+        # Sets have no order, and that of strings differs from process to process by their hash
+        # seeds.
         return iter(enumerate(sorted(data, key=repr)))
     if is_dataclass(data):
         return ((field.name, getattr(data, field.name)) for field in fields(data))

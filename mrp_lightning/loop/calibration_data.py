@@ -34,7 +34,10 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
     own_sizes = {
         hashlib.sha1(window.numpy().tobytes()).hexdigest(): len(window) for window in own_windows
     }
+    # Different tokens, not their counts: a text of few words is degenerate however long it is.
     own_words = torch.cat(own_windows).unique().tolist() if own_windows else []
+    # Within a process a window counts once by its digest, and between processes it counts for each
+    # owner: only the second is a mistake in sharing the data.
     gathered = processes.all((own_sizes, own_words))
     owners = Counter(window for sizes, _ in gathered for window in sizes)
     windows = {window: size for sizes, _ in gathered for window, size in sizes.items()}

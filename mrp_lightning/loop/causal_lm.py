@@ -86,6 +86,7 @@ class _ModelSource:
         source: Any = self.model
         if isinstance(source, dict | PreTrainedConfig):
             config = make_config(source) if isinstance(source, dict) else source
+            # Random weights have no precision of a checkpoint to keep.
             options["dtype"] = dtype or torch.float32
             return AutoModelForCausalLM.from_config(config, **options), None
         if not isinstance(self.model, PreTrainedModel):
@@ -111,6 +112,7 @@ class _ModelSource:
         if self.revision is not None:
             raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")
         if self.attn_implementation:
+            # After all checks, since it changes the caller's model.
             source.set_attn_implementation(self.attn_implementation)
         return source if dtype is None else source.to(dtype), None
 
@@ -302,6 +304,7 @@ class CausalLM(LightningModule):
         """Return the mean negative log-likelihood in nats, and the number of predicted tokens."""
         losses, predicted = self._token_losses(batch)
         count = predicted.sum()
+        # By tokens, not by windows: a window with padding counts by the tokens that it has.
         return losses.sum() / count, int(count)
 
     def _token_losses(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -317,14 +320,19 @@ class CausalLM(LightningModule):
         a causal model gives.
         """
         ids, mask = split_batch(batch)
+        # Without padding, so that the last token of the pair is one that a causal model must
+        # ignore.
         window = (ids[0] if mask is None else ids[0][mask[0] != 0])[:_CAUSAL_TOKENS]
         if self._is_causal or len(window) < 2:
             return
         check_vocabulary(self.model, window[None], "evaluation")
         other = window.clone()
+        # A neighbour of the token is in the vocabulary, and differs from it for sure.
         other[-1] = 1 if window[-1] == 0 else window[-1] - 1
         with torch.no_grad():
             logits = self(torch.stack([window, other]), None)[:, :-1].float()
+        # Both rows run in one batch, so that a causal model differs by rounding alone: 8 ε of the
+        # largest logit, and 1e-4 where kernels round more than their dtype.
         rounding = max(1e-4, 8 * torch.finfo(self.model.dtype).eps) * float(logits.abs().max())
         if float((logits[0] - logits[1]).abs().max()) > rounding:
             raise TargetError(
@@ -332,6 +340,8 @@ class CausalLM(LightningModule):
                 "gives no likelihood of a token from those before it, and no perplexity. Evaluate "
                 "it by the measure of its own task; `predict` prunes it as it is."
             )
+        # The architecture decides it, so that one batch suffices. A failure is not kept, and raises
+        # again.
         self._is_causal = True
 
     def setup(self, stage: str) -> None:
@@ -345,6 +355,7 @@ class CausalLM(LightningModule):
             self._refuse_streamed("`fit` changes all weights at once")
             self.model.train()
         if stage in ("validate", "test"):
+            # Before the data: a loss of NaN at the end would not name the weight.
             refuse_not_finite([], self.model.named_parameters())
         self.teardown(stage)  # an exception may have skipped the last one
         if self.offload and stage in ("validate", "test"):
@@ -441,6 +452,7 @@ class CausalLM(LightningModule):
                 "number is not known. Give `trainer.max_steps`."
             )
         trained = [p for p in self.parameters() if p.requires_grad]
+        # Weight decay pulls towards 0, which is no neutral value for the scale of a norm.
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -456,6 +468,7 @@ class CausalLM(LightningModule):
         saved["model"] = self.model.config.to_dict()
         if self.tokenizer is not None:
             checkpoint[_TOKENIZER] = tokenizer_files(self.tokenizer)
+            # The files in the checkpoint replace the source, which another machine may lack.
             saved["tokenizer"] = None
         checkpoint["hyper_parameters"] = saved
 

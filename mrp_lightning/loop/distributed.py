@@ -93,6 +93,7 @@ def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
     number; repeated windows would count twice. Equal numbers are needed only within `fit`, where
     processes synchronise gradients.
     """
+    # In `fit`, a process with one window more would wait for gradients that no other sends.
     if trainer is None or trainer.world_size == 1 or trainer.state.fn == TrainerFn.FITTING:
         return None
     if len(windows) < trainer.world_size:
@@ -111,6 +112,7 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
     if processes.rank == 0:
         yield
         return
+    # Errors stay, since another process may fail in its own way.
     loggers = [*map(logging.getLogger, ("mrp_lightning", "callbacks")), progress_log]
     levels = [logger.level for logger in loggers]
     try:
@@ -145,6 +147,8 @@ def end_with_launcher() -> None:
 
 def _watch_launcher(launcher: int) -> None:
     """End this process when its launcher has ended, until the group is there."""
+    # A launcher is not always the parent, since a shell or script may be in between. A parent's id
+    # cannot be taken over by another process unnoticed: it changes when the parent ends.
     is_parent = os.getppid() == launcher
     while not has_group():
         # If it was killed while this process started, another one is the parent by now.
@@ -192,11 +196,13 @@ def fail_together(processes: Processes) -> Iterator[None]:
         left.set()
         watch.join()
         with suppress(RuntimeError):  # the others may be gone
+            # After the watch has ended, whose next beat would overwrite the message.
             store.set(str(processes.rank), f"{_FAILED}{type(error).__name__}: {error}")
             if processes.rank == 0:
                 time.sleep(1.5 * _SECONDS)  # the others still read this store
         raise
     else:
+        # The watch goes on until the barrier is passed: another process may still fail before it.
         processes.numbers(0.0)  # a barrier: all have left the context
         left.set()
         watch.join()
@@ -232,6 +238,7 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
     """End this process, unless its main thread, whose error explains more, ends it in time."""
+    # The failure of one process usually raises an error in the collective of the others, too.
     if left.wait(_GRACE):
         return
     log.error(

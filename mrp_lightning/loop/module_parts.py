@@ -47,6 +47,7 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     whole LightningModule.
     """
     models = language_models(module)
+    # Of several models none can stand for the whole, so that the LightningModule is saved.
     if len(models) == 1:
         name, model = next(iter(models.items()))
         return f"{without_compiled(name)}.", model
@@ -61,6 +62,8 @@ def extra_weights(module: LightningModule) -> dict[str, Tensor]:
     A tensor that is tied to a weight of the model is saved with the model.
     """
     _, model = checkpoint_root(module)
+    # By identity, not by name: `keep_vars` gives the parameters themselves, so that a tied weight
+    # is recognised under any name.
     inside = {id(x) for x in model.state_dict(keep_vars=True).values()}
     state = module.state_dict(keep_vars=True).items()
     return {name: x for name, x in state if isinstance(x, Tensor) and id(x) not in inside}
@@ -139,6 +142,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
             f"`streaming` prunes in one process, which writes the blocks that it reads again. Got "
             f"{processes}. Use Trainer(devices=1), or load the model without `streaming`."
         )
+    # After the checks, which leave the model as an earlier run left it.
     streamed.start_over()
 
 
@@ -182,6 +186,8 @@ class Step:
 
     def to(self, device: torch.device) -> "Step":
         """Copy the arguments to a device."""
+        # A copy at each run: a step may change its batch, and the next pass over the data needs the
+        # same one.
         args, kwargs = copy_tensors((self.args, self.kwargs), device)
         return Step(args, kwargs)
 
@@ -236,9 +242,12 @@ class StepCapture:
             # The loop may be in inference mode, whose tensors (the batch, and tensors that the
             # model stores) could not be used in training later.
             with torch.inference_mode(False), torch.no_grad(), eager():
+                # Stored before the run, which may change the batch; and the run has a copy of its
+                # own for the same reason.
                 step = Step(*copy_tensors((args, kwargs), torch.device("cpu")))
                 self._check(step.batch)
                 self._run_to_first_block(original, *copy_tensors((args, kwargs)))
+            # After the check and the run: a batch that fails in one of them does not count.
             self.steps.append(step)
             return torch.empty(0)
 
@@ -261,6 +270,7 @@ class StepCapture:
 
     def remove(self) -> None:
         """Restore the module's own `predict_step`."""
+        # Usually the method is of the class, and the instance has no entry to restore.
         if self._own is None:
             self._module.__dict__.pop("predict_step", None)
         else:

@@ -34,6 +34,7 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
                 f"`targets` names {head.name}, which `head_grid` puts on a grid of its own. Leave "
                 "out one or the other."
             )
+    # The blocks stay in the plan, since the head is calibrated by a walk over them.
     if recipe.is_of_head_alone:
         plan = Plan(plan.blocks, {block.name: [] for block in plan.blocks}, outside=[])
     if settings.structure is not None:

@@ -80,6 +80,8 @@ class ProgressReporter:
         """Return whether the bar may be updated again: at most ten times a second."""
         now = time.monotonic()
         due = now >= self._next_update
+        # Only a drawn update starts the next interval; else frequent calls would put it off
+        # forever.
         self._next_update = now + _BAR_SECONDS if due else self._next_update
         return due
 
@@ -100,6 +102,7 @@ class ProgressReporter:
 
     def _log(self, line: str, now: float) -> None:
         self._next_line = now + _LINE_SECONDS
+        # In a file, the bar is drawn at the end only, so that lines are needed there as well.
         is_seen = _has_bar(self.trainer) and sys.stdout.isatty()
         if self.trainer.is_global_zero and not is_seen:
             progress_log.info(line)
@@ -213,6 +216,7 @@ class PruningProgress(Listener):
         self._shown = self.num_layers
         block = f"block {progress.block}/{progress.blocks}"
         self._reporter.show(self.num_layers, f"{block} · {_in_brief(progress.task)}")
+        # Of all layers so far, while a finished block is logged with the mean of its own.
         loss = mean_relative_loss(self.pruned_rows)
         parts = [block, progress.task, "" if loss is None else f"relative loss {loss:.3g}"]
         self._reporter.log_seldom(" · ".join(filter(None, [*parts, self._left()])))
@@ -223,6 +227,8 @@ class PruningProgress(Listener):
         seconds, self._last_block = now - self._last_block, now
         self._resumed += (k + 1 - self._done) * resumed
         self._done = k + 1
+        # The clock of the estimate starts after the last restored block: these take a small part of
+        # the time of a pruned one.
         if self._done == self._resumed:
             self._pruning_since = now
         block = f"block {self._done}/{self._job.steps}"
@@ -237,6 +243,7 @@ class PruningProgress(Listener):
                 "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
                 "prune/seconds": sum(row.seconds or 0.0 for row in rows),
             }
+            # Time and memory of a restored block are of the run that pruned it.
             if not resumed:
                 metrics["prune/block_seconds"] = seconds
                 peaks = [*(row.peak_memory for row in rows), peak_memory(self._job.device)]
@@ -262,6 +269,7 @@ class PruningProgress(Listener):
             return ""
         seconds_each = (self._last_block - self._pruning_since) / pruned
         rest = seconds_each * (self._job.steps - self._done)
+        # The present block has used a part of its time already.
         rest -= self._reporter.elapsed() - self._last_block
         return f"about {roughly(max(0.0, rest))} left"
 

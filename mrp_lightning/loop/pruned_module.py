@@ -88,6 +88,7 @@ def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, who
     model: Any = checkpoint_root(module)[1]
     if whole and streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
         return 0
+    # A resumed run has shards on the disk already, which count as used space there.
     shards = sum(file.stat().st_size for file in journal_path(save_dir).glob("*.safetensors"))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     return max(0, weights - shards)
@@ -95,6 +96,7 @@ def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, who
 
 def _check_generation(model: PreTrainedModel) -> None:
     """Raise if transformers would refuse to write the generation config."""
+    # transformers checks only while it writes, so that a trial is the only sure test.
     with TemporaryDirectory() as directory:
         try:
             model.generation_config.save_pretrained(directory)
@@ -163,6 +165,7 @@ class PrunedModule:
                 "The pruned model is no longer in memory: it was saved in `save_dir`. Copy that "
                 f"directory to {directory}."
             )
+        # The digest is compared, not a flag of changes: weights can change without this object.
         if _digest(module) != self._digest:
             raise OptionError(
                 "The weights were changed since they were pruned, and the report is of the pruned "
@@ -171,6 +174,7 @@ class PrunedModule:
             )
         try:
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                # A copy: the report in memory becomes complete only if the directory is written.
                 written = replace(self.report, complete=True)
                 _save_pruned(module, directory, written, self._grid, overwrite=overwrite)
                 self.report.files = written.files
@@ -183,12 +187,14 @@ class PrunedModule:
             ) from error
         self.complete()
         if self._journal is not None:
+            # Last: until the directory is written, the journal is the only copy on the disk.
             self._journal.remove()
             self._journal = None
 
     def _module(self) -> LightningModule | None:
         """Return the module, or a new wrapper if only its model is still in memory."""
         module, model = (seen() for seen in self._seen)
+        # A plain model has a LightningModule for one call alone, and outlives it.
         if module is None and model is not None:
             module = as_lightning_module(model)
         assert module is None or isinstance(module, LightningModule)
@@ -203,6 +209,7 @@ def _digest(module: LightningModule) -> str | None:
     if rank_zero_only.rank != 0 or streamed_blocks(module) is not None:  # type: ignore[attr-defined]
         return None
     state = checkpoint_root(module)[1].state_dict()
+    # Names without the prefix of `torch.compile`, which may be added after the pruning.
     tensors = {without_compiled(n): x for n, x in state.items() if isinstance(x, torch.Tensor)}
     return digest(tensors.items())
 
@@ -246,11 +253,13 @@ def _save_pruned(
             # Copies, since safetensors refuses tensors that share memory.
             tensors = {name: x.detach().clone().contiguous() for name, x in extra.items()}
             save_file(tensors, staging / OTHER_WEIGHTS, metadata={"format": "pt"})
+        # The new parameters win: they are of weights that this run put on a grid.
         if parameters := {**_parameters_of_sources(module, report), **grid}:
             save_parameters(parameters, staging / GRID)
         _save_report(report, staging)
     if streamed is not None:
         written = output_path(directory)
+        # After the rename of the directory: the blocks are read from their final files.
         streamed.settle({name: written / file for name, file in files.items()})
 
 
@@ -339,6 +348,8 @@ def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
     report = PruningReport.load(file)
     if report.narrowed:
         return report  # a narrower model cannot regain its removed units
+    # At least as many zeros as were removed, layer by layer: training that holds the mask keeps all
+    # of them, and may add others.
     zeros = {layer.name: int((layer.weight == 0).sum()) for layer in pruned_layers(model)}
     removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
     is_sparse = all(zeros.get(name, 0) >= count for name, count in removed.items())

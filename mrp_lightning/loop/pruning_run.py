@@ -132,6 +132,7 @@ def _open_journal(
         try:
             yield journal
         except BaseException:
+            # A journal without blocks saves no work, so that it may go; the survey in `kept` does.
             if not journal.manifest.shards and not journal.manifest.kept:
                 # A journal of changed weights stays: it keeps another run from starting with them.
                 if not job.listener.pruned_rows:
@@ -154,6 +155,7 @@ def _fingerprint(
     tensors = chain(module.named_parameters(), module.named_buffers())
     # The weights decide, not the name under which they were loaded.
     settings = {key: value for key, value in config.items() if key != "base_model"}
+    # Kinds of devices round differently, so that another one would not continue the same run.
     settings["device"] = trainer.strategy.root_device.type
     settings["model"] = type(checkpoint_root(module)[1]).__name__
     settings["whole blocks in the journal"] = job.streamed is not None
@@ -233,7 +235,10 @@ class Run:
                         self._journal_path, module, whole=self.settings.structure is None
                     ),
                 )
+            # Only process 0 writes, so that only its disk is checked.
             require_free(self._journal_path)
+        # An early plan costs little, and refuses a wrong name before the data is read. Layers that
+        # a hook makes later are planned in `capture` alone.
         if not is_built_later(module):
             plan_for(self.module, self.settings)
 
@@ -256,14 +261,17 @@ class Run:
         self._changes.close()
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
             raise Interrupted(signal.SIGTERM)
+        # Anew, since hooks may have made or replaced layers after `check`.
         self._plan = plan = plan_for(self.module, self.settings)
         if isinstance(plan, NarrowingPlan):
             _warn_of_rounding(plan.structure, self.settings.recipe.pattern.sparsity)
+        # Without blocks, the first call of a layer to prune is as far as a batch has to come.
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
         self._capture = StepCapture(
             self.module, stop_at, lambda batch: check_batch(self.module, batch)
         )
         self._changes.callback(self._capture.remove)
+        # Entered last, so that it is left first, before the module gets its own step back.
         self._changes.enter_context(interruptible(self._signals))
 
     def close(self) -> None:
@@ -304,11 +312,14 @@ class Run:
         ):
             with fail_together(processes):
                 steps = self._capture.steps
+                # Within `fail_together`, since the calls below are collective: a process that fails
+                # in one of them would leave the others waiting.
                 warn_of_data(steps, self._plan, processes)
                 config = self._config(processes, batches)
                 provenance = self._provenance(steps, processes)
                 reporter = ProgressReporter(self.trainer)
                 job = self._job(steps, processes)
+                # In two steps, since the listener reads the job.
                 job = replace(job, listener=PruningProgress(job, reporter))
                 if self._journal_path is not None:
                     opened = _open_journal(
@@ -334,6 +345,7 @@ class Run:
                     total = torch.tensor(self.report.totals[name])
                     self.trainer.callback_metrics[f"prune/{name}"] = total
             grid = {name: x for result in job.listener.results for name, x in result.grid.items()}
+            # A journal of a run with a directory of its own outlives the saving of the model.
             journal = job.journal if self.output.run_directory is None else None
             yield PrunedModule(self.module, self.report, grid, journal)
 
@@ -347,6 +359,7 @@ class Run:
             The description of a narrower model, empty until one is made.
         """
         narrowed: dict[str, Any] = {}
+        # Counted before the pruning, since a narrower model has fewer.
         model_weights = sum(p.numel() for p in self.module.parameters())
         try:
             yield narrowed
@@ -393,6 +406,8 @@ class Run:
             groups = [f"{layers}: {reason}" for layers, reason in alike(reasons)]
             more = f"; … ({len(groups)} kinds in the report)" * (len(groups) > _LISTED)
             rank_zero_info(f"Left dense: {'; '.join(groups[:_LISTED])}{more}.")
+        # A relative loss of 1 is that of outputs of 0, so that from ½ on most of the signal is
+        # gone.
         if totals["relative_loss"] > _RUINED:
             log.warning(
                 "Of what these layers computed, most is lost, so that the model is hardly of use. "
@@ -425,6 +440,8 @@ class Run:
             The description of the narrower model for the report.
         """
         config: Any = checkpoint_root(self.module)[1].config
+        # Computed, not counted afterwards: with streaming, units are removed only when the model is
+        # saved.
         weights = sum(p.numel() for p in self.module.parameters()) - structure.num_weights
         if (streamed := streamed_blocks(self.module)) is not None:
             streamed.narrowing = StreamedNarrowing(structure, config)

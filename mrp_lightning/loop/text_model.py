@@ -111,6 +111,8 @@ class TextModel(LightningModule):
         """Keep the outputs of a batch, of some tokens alone if there are many for each."""
         ids, mask = split_batch(batch)
         output = self(ids, mask)
+        # Every n-th token, the same in both tests, since windows are the same and n depends on the
+        # shape alone.
         if output.ndim > 2:
             output = output[:, :: -(-output[0].numel() // _NUMBERS)]
         self._outputs.append(output.detach().float().cpu())
@@ -118,6 +120,7 @@ class TextModel(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Fill `evaluation`."""
+        # The first outputs stay the reference, also when the model has changed since.
         self._reference = self._reference or self._outputs
         self.evaluation = {
             "text": {

@@ -65,6 +65,7 @@ class Trainer(pl.Trainer):
         # At the front, since Lightning requires checkpoint callbacks to come last.
         callbacks = [BatchLog(), _Unwrap(), *_checked(callbacks)]
         super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
+        # Only Lightning's own: a user's plugin, subclasses included, stays.
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()
 
@@ -100,6 +101,7 @@ class Trainer(pl.Trainer):
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
         """
+        # The class of a compiled module is torch's, and hides the package of the one inside.
         inner = uncompiled(model) if isinstance(model, nn.Module) else model
         arguments = {"model": inner, "datamodule": datamodule, "dataloaders": dataloaders}
         for argument, value in arguments.items():
@@ -123,6 +125,8 @@ class Trainer(pl.Trainer):
         module = None if model is None else uncompiled(model)
         if not isinstance(module, pl.LightningModule):
             return
+        # A module may bring its own data by `predict_dataloader`, so that only modules without it
+        # are refused.
         if callbacks_that_prune(self) and not is_overridden("predict_dataloader", module):
             raise DataError(
                 "`predict` was given nothing to calibrate on. Give `dataloaders`, or a text by "
@@ -141,6 +145,7 @@ class Trainer(pl.Trainer):
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
         """Add the callbacks that the trainer lacks for the duration of a call."""
         extra = _checked(callbacks)
+        # By identity, too: equal callbacks are still two, and one that is present is not doubled.
         extra = [c for c in extra if not any(c is present for present in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
             raise ValueError("`callbacks` holds a progress bar, and the trainer has one already.")
@@ -161,6 +166,7 @@ def require_accelerator(accelerator: Any) -> None:
     accelerators = {n: AcceleratorRegistry[n]["accelerator"] for n in AcceleratorRegistry}
     available = {name for name, kind in accelerators.items() if kind.is_available()}
     names = {"auto", *available}
+    # Not in the registry, since it stands for whichever of the two there is.
     if available & {"cuda", "mps"}:  # Lightning's `gpu`
         names.add("gpu")
     if isinstance(accelerator, str) and accelerator not in names:
@@ -267,6 +273,7 @@ def as_lightning_module(model: Any) -> nn.Module:
         return CausalLM(model)
     if isinstance(uncompiled(model), pl.LightningModule):
         return model
+    # Before the general case, which every PreTrainedModel fits: a CausalLM also has perplexities.
     if isinstance(model, PreTrainedModel) and _reads_text_alone(model):
         return CausalLM(model)
     if isinstance(model, nn.Module):
@@ -279,6 +286,7 @@ def as_lightning_module(model: Any) -> nn.Module:
 
 def _reads_text_alone(model: PreTrainedModel) -> bool:
     """Return whether token ids are a language model's only inputs: no images, no encoder."""
+    # Models of several kinds of input nest the configuration of their text model in their own.
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
     return is_decoder and model.config.get_text_config() is model.config
 
@@ -313,6 +321,8 @@ class ModuleRunner(pl.LightningModule):
         try:
             return self._output(batch)
         except ValueError as error:
+            # Other errors of the model pass unchanged: only a decoder without inputs has this
+            # remedy, and a batch with decoder inputs failed for another reason.
             config = getattr(self.model, "config", None)
             inputs = batch.keys() if isinstance(batch, Mapping) else set()
             if not getattr(config, "is_encoder_decoder", False) or _DECODER_INPUTS & inputs:
@@ -327,4 +337,5 @@ class ModuleRunner(pl.LightningModule):
             return self.model(batch, **self._options)
         if isinstance(batch, list | tuple):
             return self.model(batch[0], **self._options)
+        # The batch goes last, so that its own `use_cache` wins.
         return self.model(**{**self._options, **batch})

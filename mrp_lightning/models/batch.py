@@ -54,11 +54,14 @@ def to_predict(batch: Any, ids: Tensor) -> Tensor | None:
     Raises:
         DataError: The labels are not those of the token ids (batch, length).
     """
+    # Only a mapping names its labels: the further items of a tuple may be anything.
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if labels is None:
         return None
     _check_shape("labels", labels, ids, "the token ids, or −100 where nothing is to be predicted")
     predicted = labels != -100
+    # The loss of token t is computed against id_t itself, not against a label. Another label, such
+    # as a shifted one, would be ignored without a word, so it is refused.
     if num_others := int((predicted & (labels != ids)).sum()):
         raise DataError(
             "`labels` must be the `input_ids`, or −100 where nothing is to be predicted; "
@@ -89,6 +92,8 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
     table = _embedding(model)
     if table is None or not ids.numel():
         return
+    # On a GPU an index outside of the embedding fails in an asynchronous kernel, whose error names
+    # no token. Both ends come from one pass over the ids.
     lowest, highest = (int(end) for end in ids.aminmax())
     if lowest < 0 or highest >= len(table):
         outside = lowest if lowest < 0 else highest
@@ -104,6 +109,7 @@ def _embedding(model: PreTrainedModel) -> Tensor | None:
 
     Multimodal models, which may mark images by ids outside of the vocabulary, also give `None`.
     """
+    # The configuration of a multimodal model holds that of its text part, another object.
     if model.config.get_text_config() is not model.config:
         return None
     try:

@@ -131,6 +131,9 @@ def _in_index(index: Path) -> list[Path]:
     names = sorted(set(weight_map.values()))
     if not names:
         raise FormatError(f"{index} names no files: its `weight_map` is empty.")
+    # The name alone is checked, not the target of a link: in the hub's cache each file is a link to
+    # a directory of blobs outside. This check comes before the next one, which would touch the
+    # named file.
     if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise FormatError(
             f"{index} names files outside of its directory, which are not read: "
@@ -177,6 +180,7 @@ def names_in_model(
 
     def name_in_model(stored: str) -> tuple[str, bool]:
         name, converter = rename_source_key(stored, renamings, converters, prefix, state)
+        # A rule of an old format may also match a name that is the model's own already: that stays.
         if name not in state and stored in state:
             return stored, False
         return name, converter is not None
@@ -190,6 +194,8 @@ def register_format(config: Any) -> None:
     transformers discovers no plug-ins: to `from_pretrained`, a format is unknown until the package
     that registers it has been imported.
     """
+    # Only the plug-in of this very method is imported, so that a dense checkpoint pays for none. No
+    # plug-in has the name that `_method` gives where there is no quantization.
     for plugin in entry_points(group=GROUP, name=_method(_quantization(config))):
         plugin.load()
 
@@ -228,6 +234,8 @@ def model_class(config: PreTrainedConfig) -> Any:
     named = getattr(transformers, str(next(iter(architectures), "")), None)
     if inspect.isclass(named) and issubclass(named, PreTrainedModel):
         return named
+    # A class that transformers does not have is one of the checkpoint's own code, which `auto_map`
+    # lists. An auto class is used there: it alone asks whether this code may run.
     has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     is_causal = has_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if is_causal else AutoModel
@@ -249,6 +257,8 @@ def build_without_weights(
     kind = kind or model_class(config)
     try:
         with torch.device("meta"):
+            # Auto classes choose the class themselves, and have a public constructor from a
+            # configuration.
             if kind in (AutoModel, AutoModelForCausalLM):
                 return kind.from_config(config, trust_remote_code=trust_remote_code)
             return from_config(kind, config)

@@ -48,6 +48,7 @@ def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: 
     if is_causal(config):
         return
     kind = model_class(config)
+    # A model on the meta device suffices: the remedy depends on its inputs, not on its weights.
     model = build_without_weights(config, trust_remote_code=trust_remote_code)
     name = type(model).__name__
     if reads_text_alone(model):
@@ -76,9 +77,12 @@ def of_other_inputs(model: PreTrainedModel, kind: Any, source: str) -> TargetErr
     """
     parameters = inspect.signature(model.forward).parameters
     inputs = [name for name in _INPUTS if name in parameters]
+    # The main input comes first even if `forward` hides it in `**kwargs`.
     if model.main_input_name not in inputs:
         inputs.insert(0, model.main_input_name)
     arguments = ", ".join(f'{name}=batch["{name}"]' for name in inputs)
+    # A cache of keys and values is of no use to a single forward, and takes memory. Models that do
+    # not generate may have no such argument.
     options = ", use_cache=False" if model.can_generate() else ""
     lines = [
         "class Runner(lightning.LightningModule):",

@@ -53,6 +53,8 @@ class Companions:
         """Copy the files that the other directory lacks, except those of the names `without`."""
         for file in self.files:
             copy = directory / file
+            # A file that exists was written for the new model, as its config.json is, and so is
+            # newer.
             if str(file) in without or copy.exists():
                 continue
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,8 @@ def find_companions(directory: Path) -> Companions:
     """
     modules = _directories_of_modules(directory)
     files = [file.relative_to(directory) for file in sorted(visible_files(directory))]
+    # One file of weights at any depth excludes its whole first directory: the tokenizer next to
+    # these weights is that of the other model.
     of_models = {
         file.parts[0]
         for file in files
@@ -86,6 +90,8 @@ def find_companions(directory: Path) -> Companions:
     for file in files:
         if file.parts[0] in of_models or (len(file.parts) == 1 and _has_weights(file)):
             continue
+        # The target decides, not the name: a link in a checkpoint could lead to any file of this
+        # machine, and its content would be published with the pruned model.
         target = (directory / file).resolve()
         if any(target.is_relative_to(allowed) for allowed in inside):
             kept.append(file)

@@ -79,6 +79,7 @@ def find_gguf(source: str) -> Path | None:
         if not path.is_file():
             raise FileNotFoundError(f"`model`: there is no file {source}. Give one that exists.")
         return path
+    # A directory with config.json is a Hugging Face model, even with a GGUF file in it.
     if not path.is_dir() or (path / "config.json").is_file():
         return None
     names = _gguf_files(path)
@@ -121,6 +122,8 @@ def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
     # Absolute, since transformers would also look for a relative path in the working directory.
     path = file.absolute()
     try:
+        # The lengths in the header are checked first: another reader would go on past the end of a
+        # file as often as a damaged length asks for, without end.
         _check_lengths(path, path.stat().st_mtime_ns)
         with _bar_where_wanted(), bounded_gguf_readers():
             yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
@@ -172,6 +175,8 @@ def has_tokenizer(file: Path) -> bool:
 def gguf_config(file: Path) -> PreTrainedConfig:
     """Return the configuration in a file."""
     with reading(file) as location:
+        # The values are read as a plain dictionary first: `check_values` must see them before a
+        # configuration class computes with them.
         values = PreTrainedConfig.get_config_dict(**location)[0]
     check_values(values, file)
     with reading(file) as location:
@@ -190,6 +195,8 @@ def dequantized_once() -> Iterator[None]:
 
     The cache takes the memory of one more model.
     """
+    # A context variable, not a module's dictionary: models leave memory with the context, and
+    # threads do not share them.
     token = _DEQUANTIZED.set({})
     try:
         yield
@@ -202,10 +209,12 @@ def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> 
     models = _DEQUANTIZED.get()
     if models is None:
         return _dequantize(file, dtype, attention)
+    # Time and size stand for the content: a file that is written anew is dequantized anew.
     state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size, dtype, attention
     if state not in models:
         models.clear()  # releases its memory before the next model is loaded
         models[state] = _dequantize(file, dtype, attention)
+    # A caller overwrites the weights when it prunes, so each gets a copy.
     return deepcopy(models[state])
 
 
@@ -227,6 +236,8 @@ def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) ->
     model, loading = loaded
     if problem := misfits(file, model, loading):
         raise TargetError(f"`model`: {problem}")
+    # The name is that of the file, not of its directory, which may hold several models. The dtype
+    # is the one in which the model will be stored (`stored_dtype`), not that of the load.
     model.name_or_path = model.config.name_or_path = str(file.absolute())
     model.config.dtype = published
     return model

@@ -35,6 +35,8 @@ def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> A
     Raises:
         FormatError: The file is compressed, so that its memory-mapped bytes would not be weights.
     """
+    # Only an archive can be mapped: its entries are stored, not compressed, so that their bytes in
+    # the file are the weights.
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
         with zipfile.ZipFile(file) as archive:
@@ -98,6 +100,8 @@ def _problems(values: Mapping[Any, Any], above: str) -> Iterator[str]:
             yield from _problems(value, f"{name}.")
             continue
         most = _MOST_LABELS if key == "num_labels" else _MOST_MODULES
+        # The keys are matched by their ends, since each family has its own: `num_hidden_layers`,
+        # `n_layers`, `encoder_layers`, `depths`. A list holds counts of several parts.
         is_count = key == "num_labels" or _COUNT.search(str(key))
         if is_count and (largest := max(_integers(value), default=0)) > most:
             yield f"`{name}` is {largest:,}, expected at most {most:,}"
@@ -133,6 +137,9 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
     Raises:
         FormatError: The files are too small to hold the weights.
     """
+    # Tied weights count once: a file stores them once.
+    # The bound is one of plausibility, n ≤ 8·bytes or n ≤ bytes, plus the tables that a model
+    # computes: it shall refuse a configuration of terabytes, not measure a file.
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     needed = sum(tensor.numel() for tensor in tensors)
     is_packed = getattr(getattr(model, "config", None), "quantization_config", None) is not None
@@ -150,6 +157,8 @@ def misfits(
 
     `loading` is the information that `from_pretrained(output_loading_info=True)` returns.
     """
+    # Wrong shapes come before missing names: they show that the configuration is of another model,
+    # and a wrong configuration makes names missing as well.
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = (f"{name} {tuple(a)}, not {tuple(b)}" for name, a, b in mismatched)
         return (
@@ -186,6 +195,7 @@ def left_out(
 
     def is_of_further_block(name: str) -> bool:  # `larger` refuses more than the family has
         places = (*_places(name), *_places(f"{model.base_model_prefix}.{name}"))
+        # A list that the model does not have gives index + 1, so that the comparison is false.
         return any(index >= counts.get(blocks, index + 1) for blocks, index in places)
 
     lost = [n for n in sorted(names) if not RECOMPUTED.search(n) and not is_of_further_block(n)]
@@ -247,6 +257,7 @@ def check_class(model: PreTrainedModel) -> None:
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return  # packed weights have other shapes, and cannot be pruned anyway
+    # A copy, since building a model writes into its configuration, such as the attention kernel.
     built = build_without_weights(deepcopy(model.config), kind=type(model))
     shapes = {without_compiled(name): x.shape for name, x in model.state_dict().items()}
     wrong = [
@@ -301,6 +312,7 @@ def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         # The names in a checkpoint of the base model lack the first part.
         for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
+            # Lists that the model lacks altogether are no surplus: index ≥ index + 1 is false.
             if index >= made.get(blocks, index + 1) + further:
                 surplus.setdefault(blocks, set()).add(index)
     for blocks, indices in sorted(surplus.items()):
@@ -338,6 +350,9 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type: transformers does not check files
+        # The files are examined only after an error, since reading all headers takes time, and
+        # pickles have to be unpickled. Errors with a message of their own pass, as does a lack of
+        # memory, which is no damage.
         is_ours = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
         if is_ours or is_out_of_memory(error):
             raise
@@ -389,6 +404,8 @@ def explained_checkpoint(path: Any) -> Iterator[None]:
     except Exception as error:  # only an unreadable file is explained; other errors pass
         reason = None
         if isinstance(path, str | Path) and Path(path).is_file():
+            # A file that reads well here leaves `reason` empty: the error has another cause, and
+            # passes.
             reason = why_no_pickle(Path(path)) or why_no_checkpoint(read_pickle(path))
         elif isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain containers, and only these are read"

@@ -90,6 +90,8 @@ def load_config(
     if file := find_gguf(source):
         return gguf_config(file)
     path = Path(source).expanduser()
+    # Local paths are settled before the hub is asked: a misspelt directory would be taken for a hub
+    # id, and its error would speak of the network.
     refuse_adapter(source, "model")
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
@@ -107,6 +109,7 @@ def load_config(
             location = found_at(source)
             values = PreTrainedConfig.get_config_dict(**location, **hub)[0]
             check_values(values, source)
+            # An argument replaces the kernel of config.json, which then need not be installed.
             if attn_implementation is None:
                 _check_attention(values, source)
             else:
@@ -197,6 +200,8 @@ def _load_pretrained(
     """Load a model of a class or auto class, and check that it has the checkpoint's weights."""
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
+    # The configuration of the loaded model will have the dtype in memory, so the published dtype is
+    # kept from here.
     published = config.dtype
     if not options.get("trust_remote_code"):  # trusted code may build a model of any size
         _check_files(source, config, kind)
@@ -259,6 +264,9 @@ def wider_dtypes(
     `as_published`, weights that are wider in the source's files, if these still exist.
     """
     dtypes: dict[str, torch.dtype] = {}
+    # 1. The weights that transformers keeps wide: loaded from a narrow file they would be widened
+    #    again, with lost digits.
+    # 2. The weights that are wider in the source. These go last, so that the files decide.
     if kept := dtypes_kept(model, dtype):
         pattern, groups, _ = build_glob_alternation(list(kept))
         for name in model.state_dict():
@@ -277,6 +285,8 @@ def cast(
 
     Tensors that share memory still share it afterwards, so that ties survive.
     """
+    # Ties are by memory, not by name: `tensor.to` alone would give each name its own copy, and a
+    # tied weight would be stored twice. If any name of a tied tensor is wide, all are.
     memory: dict[str, Any] = {
         name: (x.data_ptr(), x.shape, x.stride(), x.dtype) for name, x in state.items()
     }
@@ -285,6 +295,7 @@ def cast(
     result = {}
     for name, tensor in state.items():
         key = memory[name]
+        # Empty tensors have no memory: all of them have the address 0, and are not tied.
         if key not in cast or not tensor.numel():
             wanted = dtypes.get(key, dtype) if tensor.is_floating_point() else tensor.dtype
             cast[key] = tensor.to(wanted)
@@ -427,6 +438,8 @@ def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
     Raises:
         DataError: The files are no tokenizer.
     """
+    # The names come from a checkpoint, so they are bare file names: `../x` or an absolute path
+    # would write outside of the temporary directory.
     is_right = isinstance(files, dict) and all(
         isinstance(name, str) and Path(name).name == name != ".." and isinstance(content, bytes)
         for name, content in files.items()

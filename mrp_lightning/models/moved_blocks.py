@@ -36,9 +36,12 @@ class MovedBlocks(ABC):
     @contextmanager
     def pinned(self, block: nn.Module) -> Iterator[None]:
         """Keep a block on its device in a context; modules that are no blocks stay as they are."""
+        # Only the outermost context moves the block: an inner one would take the weights away from
+        # the outer one at its end.
         if block in self._pinned or block not in self._moved:
             yield
             return
+        # `bring` is inside the `try`: a block that was brought in part is taken away, too.
         self._pinned.add(block)
         try:
             self.bring(block)
@@ -70,6 +73,8 @@ def applied_in_place(block: nn.Module, stays: Callable[[Tensor], bool]) -> Calla
         def convert(tensor: Tensor) -> Tensor:
             if not stays(tensor):
                 return fn(tensor)
+            # The function moves and casts in one call. An empty tensor shows its dtype at no cost,
+            # and the tensor that stays takes the dtype alone.
             return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
 
         return apply(convert, recurse)

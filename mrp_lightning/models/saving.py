@@ -65,6 +65,8 @@ def save_pretrained(
         model.config.save_pretrained(directory)
     finally:
         model.config.dtype = stored
+    # The part of a model in `state` cannot load alone: `_save_blocks` checks the whole directory at
+    # its end.
     if is_whole:
         check_saved(model, directory)
     if tokenizer is not None:
@@ -109,6 +111,8 @@ def _save_blocks(
 ) -> dict[str, str]:
     narrowing = streamed.narrowing
     save_pretrained(model, directory, tokenizer=tokenizer, card=card, state=streamed.rest)
+    # The index of `save_pretrained` lists the rest alone, and by old names. A new one is written
+    # last, when all files have their final names.
     (directory / _INDEX).unlink(missing_ok=True)
     written = sorted(directory.glob("model*.safetensors"))
     count = len(written) + len(streamed.blocks)
@@ -121,6 +125,8 @@ def _save_blocks(
         wider = wider_dtypes(model, dtype, as_published=True)
     for name, file in file_of.items():
         shard = streamed.shards.get(name)
+        # A shard is byte for byte the final file unless its dtype or its shapes change. A link to
+        # it takes neither time nor disk space.
         if shard is not None and not is_cast and narrowing is None:
             _link(shard, file)
             continue
@@ -128,6 +134,8 @@ def _save_blocks(
             streamed.pinned(block := streamed.blocks[name]),
             nullcontext() if narrowing is None else narrowing.saved(name),
         ):
+            # The cast comes before the conversion of names: `wider` has the names of the model, and
+            # the files have those of the checkpoint.
             state = block.state_dict(prefix=f"{name}.")
             tensors = revert_weight_conversion(
                 model, cast(state, dtype, wider) if is_cast else state

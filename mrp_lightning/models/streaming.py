@@ -88,6 +88,8 @@ class StreamedBlocks(MovedBlocks):
                 "`streaming` reads one repeated block after another, and none were found in this "
                 "model. Load it without `streaming`."
             )
+        # A tied weight would be two tensors after the blocks were read apart, and pruning one of
+        # them would break the tie.
         _refuse_tied(model, list(blocks))
         self._identities = {file: _identity(file) for file in files}
         # By block: the names in the checkpoint of the block's tensors, by file.
@@ -96,6 +98,10 @@ class StreamedBlocks(MovedBlocks):
 
     def load_rest(self) -> Any:
         """Load the weights that are in no block; return the loading information of all weights."""
+        # 1. All tensors, of blocks as well, are loaded as shapes on the meta device: this gives
+        #    missing, unexpected and mismatched names of the whole checkpoint, before any weight is
+        #    read.
+        # 2. The weights of the rest are read, if these shapes fit.
         shapes: dict[str, Tensor] = {}
         for files in self._places.values():
             with self._opened(files) as stored:
@@ -117,11 +123,15 @@ class StreamedBlocks(MovedBlocks):
 
     def bring(self, block: nn.Module) -> None:
         """Read the weights of a block from its files."""
+        # transformers converts on its own device map; the move follows, since the model may have
+        # moved since it was loaded.
         self._read(self._names[block])
         block.to(self._device)
 
     def take_away(self, block: nn.Module) -> None:
         """Drop the weights of a block, but keep their shapes and dtypes."""
+        # `state_dict` leaves out non-persistent buffers, which no file holds: they stay on the
+        # device.
         for name, tensor in block.state_dict(keep_vars=True).items():
             module, _, key = name.rpartition(".")
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -152,6 +162,8 @@ class StreamedBlocks(MovedBlocks):
             self.narrowing.settle()
         for name, file in files.items():
             self.read_from(name, file)
+        # The saved files become the source, so that a later `start_over` returns to the pruned
+        # blocks, not to the dense ones.
         self._source = dict(self._places)
         self.start_over()
 
@@ -188,6 +200,7 @@ class StreamedBlocks(MovedBlocks):
                 keys = list(opened.keys())
             for key in keys:
                 target, _ = name_in_model(key)
+                # The dot keeps `layers.1` from taking the tensors of `layers.10`.
                 name = next((n for n in self.blocks if target.startswith(f"{n}.")), _REST)
                 places[name].setdefault(file, []).append(key)
         return places
@@ -241,9 +254,12 @@ def _identity(file: Path) -> tuple[int, int, int, str]:
     if not file.is_file():  # opening a named pipe would wait for its writer
         raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
     with file.open("rb") as opened:
+        # The status is that of the opened file: its path could be replaced between two calls.
         status = os.fstat(opened.fileno())
         # The first 8 bytes are the length of the header: names, types and shapes of all tensors.
         length = int.from_bytes(opened.read(8), "little")
+        # The header is hashed, not the weights, which would be read twice for each run of a block.
+        # The bound keeps a damaged length from allocating more than the file has.
         header = hashlib.sha256(opened.read(min(length, status.st_size))).hexdigest()
     return status.st_size, status.st_mtime_ns, status.st_ino, header
 

@@ -37,8 +37,11 @@ class _OutputChange:
         self._walk, self._padding, self._processes = walk, padding, job.processes
         self._vocabularies = _vocabularies(job.model)
         self._dense: list[Tensor] = []
+        # The shares are of one size, rounded up, so that no process waits for the counts of others,
+        # and at least `TOKENS` rows are compared in all if every process has that many.
         missing = math.ceil(TOKENS / job.processes.size)
         while missing > 0 and len(self._dense) < len(walk.batches):
+            # A clone, since a slice would keep the logits of the whole batch in memory.
             self._dense.append(self._rows(0, len(self._dense))[:missing].clone())
             missing -= len(self._dense[-1])
 
@@ -50,6 +53,8 @@ class _OutputChange:
             rows = self._rows(k, i)[: len(dense)].split(_CHUNK)
             for now, expected in zip(rows, dense.split(_CHUNK), strict=True):
                 total += float(change(now.float(), expected.float()).sum())
+        # Sums and counts are added apart, in one order in all processes: a mean of means would
+        # weigh processes with few rows too much, and all of them have to allocate by the same bits.
         totals = self._processes.numbers(total, sum(map(len, self._dense)))
         changes, count = map(math.fsum, zip(*totals, strict=True))
         return changes / count
@@ -97,6 +102,7 @@ def _divergence(now: Tensor, dense: Tensor) -> Tensor:
 
 
 def _relative_error(now: Tensor, dense: Tensor) -> Tensor:
+    # A row of zeros has no energy to divide by; all others have far more than this bound.
     energy = dense.square().sum(1).clamp_min(torch.finfo(dense.dtype).tiny)
     return (now - dense).square().sum(1) / energy
 
@@ -136,6 +142,8 @@ class OutputStudy:
     def visit(self, block: WalkedBlock) -> None:
         """Measure the change by the pruning of a block, and restore the block's weights."""
         name = block.name or ""
+        # The output is computed before the weights are restored: all other blocks are dense then,
+        # so that the change is that of this block alone, which the model of `allocate` assumes.
         with _put_back(block.layers):
             results = LayerSolver(self._recipe).prune(block)
             pruned = {result.name for result in results if result.is_pruned}
@@ -228,6 +236,8 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
     s, or less if that would leave (0, 1), and μ sets the mean. ln E_b is rounded to a multiple of
     `STEP`, so that the rounding of float sums moves no sparsity.
     """
+    # A change of 0 has no logarithm. 1e-30 is so low that its block gets the highest sparsity
+    # within `reach`, unless all blocks are as low.
     logs = {
         name: STEP * round(math.log(max(change.of_output, 1e-30)) / STEP)
         for name, change in changes.items()
@@ -241,6 +251,8 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
         }
 
     # The total is monotonic in μ, so that bisection finds μ to the last bit.
+    # At the ends all shifts are clipped, to −reach and to reach, so that the total changes its sign
+    # between them. The upper end keeps a total ≥ 0.
     low, high = min(logs.values()) - _STEEPNESS, max(logs.values()) + _STEEPNESS
     for _ in range(100):
         level = (low + high) / 2
@@ -262,6 +274,8 @@ def patterns_of_layers(
     for name, sparsity in sparsities.items():
         for layer in changes[name].layers:
             total += sparsity * _size(layer)
+            # At least one weight goes and one stays, since a sparsity lies in (0, 1). A later layer
+            # makes up for it: the difference is that of the totals so far, not of this layer.
             count = min(max(math.floor(total + 0.5) - removed, 1), _size(layer) - 1)
             removed += count
             patterns[layer.name] = Unstructured(count / _size(layer))

@@ -169,12 +169,16 @@ def _links(
             continue
         block.report_progress(f"{block.name}, which layers feed which")
         probe = Probe(block.module, partial(_hidden, walk, end, i), shared)
+        # Blocks with the same parameters seldom differ in their links. To confirm all links at once
+        # takes one or two runs, to search for them at least one for each norm and layer.
         links = known.get(kind)
         if links is None or not probe.holds(links):
             links = probe.links()
         break
     # A process without a batch has no opinion.
     gathered = [each for each in block.job.processes.all(links) if each is not None]
+    # All processes must scale by the same factors, so that a link counts only if none of them has
+    # seen it fail.
     agreed = [x for x in gathered[0] if all(x in each for each in gathered)] if gathered else []
     known[kind] = agreed
     return agreed
@@ -192,6 +196,8 @@ def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Te
         link: [on_grid[name] for x in link.readers if (name := f"{block.name}.{x}") in on_grid]
         for link in links
     }
+    # The readers of a link read the same rows of its producer, so the Hessian of the first stands
+    # for all of them, and one accumulator suffices for each link.
     first = {id(layers[0]): link for link, layers in readers.items() if layers}
     measured = [layers[0] for layers in readers.values() if layers]
     remainders: dict[Link, Tensor] = {}
@@ -200,6 +206,7 @@ def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Te
         if accumulator.num_tokens and bool((hessian := accumulator.hessian()).any()):
             inputs = InputHessian(hessian.to(layer.view.device), name=layer.name)
             factor = inputs.damped(block.job.settings.damping).factor
+            # d_j = 1 / U_jj², with UᵀU = (H + λI)⁻¹. Of dead inputs it would be that of λ alone.
             remainder = factor.diagonal().double() ** -2
             remainders[first[id(layer)]] = remainder.masked_fill(inputs.dead, 0)
     factors: dict[str, Tensor] = {}
@@ -208,6 +215,8 @@ def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Te
     for link in reversed([link for link in links if link in remainders]):
         by_row = _by_row(link, remainders[link], readers[link], factors)
         by_row = _rounded_to(modules[link.producer], by_row, link.adds_one).to(processes.device)
+        # Different machines may round logarithms and powers differently, and factors cancel only if
+        # producer and readers have the same bits in all processes.
         by_row = processes.like_first_(by_row.contiguous()).cpu()
         for name, kind, each in link.factors(by_row):
             factors[f"{block.name}.{name}.{kind}"] = each
@@ -238,6 +247,10 @@ def _by_row(
     sums = torch.zeros(2, int(rows.max()) + 1, dtype=torch.double, device=rows.device)
     d, c = sums.index_add_(1, rows, torch.stack([remainder, energy]) * is_live)
     is_live = (d > 0) & (c > 0)
+    # The logarithm of d^(1/(p+2)) c^(−p/(2p+4)). Where d or c is 0, it has no finite value, and the
+    # factor 1 leaves the weights as they are.
+    # The mean is taken out, since the loss is the same for s and t·s: c_j s_j² grows as t², and d_j
+    # / s_j² falls as t².
     logs = torch.where(is_live, (d.log() - _NORM / 2 * c.log()) / (_NORM + 2), 0.0)
     logs -= logs.sum() / is_live.sum().clamp(min=1)
     bounded = logs.clamp(-math.log(_LARGEST), math.log(_LARGEST)).exp()
@@ -248,10 +261,13 @@ def _rounded_to(producer: nn.Module, factors: Tensor, adds_one: bool) -> Tensor:
     """Return the factors by which a norm's weights differ once they are rounded to their dtype."""
     if layers_of("", producer):
         return factors  # the rounding of matrices is small beside that of their grid
+    # The readers are multiplied by the factor that the rounded norm really has. So the rounding of
+    # the norm, up to 2⁻⁹ of a weight in bfloat16, cancels as the factor itself does.
     weight = producer.get_parameter("weight").detach().to(factors.device)
     one = float(adds_one)
     wide = weight.float() + one
     new = (wide / factors - one).to(weight.dtype).float() + one
+    # A weight of 0, before or after, gives no quotient that a reader could be multiplied by.
     return torch.where((new != 0) & (wide != 0), wide / new, factors)
 
 
@@ -268,6 +284,9 @@ def _scale(module: nn.Module, factors: Mapping[str, Tensor]) -> None:
     weight = layers[0].view if layers else module.get_parameter("weight").detach()
     bias = getattr(module, "bias", None)
     with torch.no_grad():
+        # One is added before the division and subtracted at the end, since norms of Gemma multiply
+        # by 1 + w, and this sum is the factor to divide. In bfloat16 the sum would lose bits of a
+        # small w.
         scaled = weight.to(torch.promote_types(weight.dtype, torch.float32)) + one
         if _COLUMNS in factors:
             scaled = scaled * factors[_COLUMNS].to(scaled)
@@ -275,6 +294,7 @@ def _scale(module: nn.Module, factors: Mapping[str, Tensor]) -> None:
         if rows is not None:
             by_row = rows.to(scaled)
             scaled = scaled / (by_row[:, None] if layers else by_row)
+            # The features are W x + b, so that b is divided as the rows are.
             if isinstance(bias, Tensor):
                 bias.copy_(bias.to(scaled) / by_row)
         weight.copy_(scaled - one)
@@ -348,6 +368,8 @@ class Probe:
                 factors.setdefault(name, {})[kind] = each
         if not factors.keys() <= {*self._layers, *self._norms}:
             return False
+        # A norm that adds one is tested with w = 0, where powers of two are exact. The output is
+        # another one then, so that the expected one comes from a run of its own.
         with self._of_scale_one([link.producer for link in links if link.adds_one]):
             expected = self._run() if any(x.adds_one for x in links) else self._first.output
             with self._scaled(factors):
@@ -356,6 +378,9 @@ class Probe:
     def _candidates(self) -> Iterator[Link]:
         """Yield producers with the layers whose inputs change in proportion to their rows."""
         first = self._first.inputs
+        # The order matters: the usual norm, which multiplies by w, is tried first. One that
+        # multiplies by 1 + w does not change in proportion to w, so that it passes on to the second
+        # test.
         for norm in self._norms:
             rows = len(self._modules[norm].get_parameter("weight"))
             if readers := self._proportional(rows, self._changed(norm, rows, _ROWS, first)):
@@ -411,6 +436,7 @@ class Probe:
             return None
         rows = torch.arange(len(self._layers[producer].weight))
         numbers = torch.zeros(x.shape[1], dtype=torch.long)
+        # ⌈log₂ rows⌉ runs number all rows; to scale one row at a time would take a run for each.
         for bit in range(max(1, (len(rows) - 1).bit_length())):
             has_bit = rows >> bit & 1
             inputs = self._inputs_with(producer, {_ROWS: 1.0 + has_bit})
@@ -428,6 +454,9 @@ class Probe:
 
     def _powers(self, count: int, one: float = 0.5, other: float = 1.0) -> Tensor:
         """Return two factors, powers of two, in an order that has no period."""
+        # With a period, such as every second row, a reader that shifts or repeats rows by a
+        # multiple of it would look proportional. The seed is fixed, so that all callers get the
+        # same order.
         generator = torch.Generator().manual_seed(count)
         return torch.where(torch.rand(count, generator=generator) < 0.5, one, other)
 
@@ -453,6 +482,7 @@ class Probe:
     @contextmanager
     def _restored(self, names: Iterable[str]) -> Iterator[None]:
         """Restore the weights of modules at the end of this context."""
+        # Copies restore every bit. To scale back would lose values that over- or underflowed.
         parameters = [p for name in names for p in self._modules[name].parameters(recurse=False)]
         weights = [parameter.detach().clone() for parameter in parameters]
         try:

@@ -113,6 +113,7 @@ class WalkedBlock:
         if self.walk.batches:
             with order.hooked():
                 self.walk.output(self.k, 0)
+            # Numbers, since they are exchanged: another process has layer objects of its own.
             number_of = {id(layer): i for i, layer in enumerate(layers)}
             numbers = [[number_of[id(layer)] for layer in group.layers] for group in order.groups]
         # All processes use the order of the first process that has a batch.
@@ -127,6 +128,8 @@ class WalkedBlock:
         called = {i for group in groups for i in group}
         for i, layer in enumerate(layers):
             if i not in called:
+                # Layers that this batch does not call come last, since nothing is known of their
+                # order. Experts stay with their siblings, which run in parallel.
                 key = layer.siblings if isinstance(layer, Expert) else None
                 stages.setdefault(key, []).append(layer)
         return list(stages.values())
@@ -138,6 +141,12 @@ class WalkedBlock:
         """
         name = self.name or "model"
         batches, dense = len(self.walk.batches), self.dense_target
+        # 1. At first layers share an accumulator while they have the same input, as q, k and v do:
+        #    one product and one Hessian for all of them.
+        # 2. If a later batch contradicts, the sums so far are useless, and a second pass gives each
+        #    layer its own. Nothing is shared then, so that two passes are the most.
+        # 3. Every process calls `sum_over`, also one whose inputs differ: it is collective, and all
+        #    processes have to repeat the pass together.
         for share in (True, False):
             calibration = Calibration(
                 layers, self.padding, share=share, pooled=pooled, paired=dense is not None
@@ -234,6 +243,8 @@ class LayerSolver(Remover):
         earlier = {result.name: result for result in narrowed}
         results: list[LayerResult] = []
         waits = block.dense is not None and block.job.settings.grid_waits
+        # Before tuning, weights are free: codes that are chosen now would not fit the tuned
+        # weights.
         recipe = replace(self._recipe, grid=None) if waits else self._recipe
         for layers, calibrated in calibrated_inputs(block):
             if isinstance(calibrated, str):
@@ -270,6 +281,7 @@ class LayerSolver(Remover):
         for layers, inputs in self._waiting:
             quantised = self._put_on_grid(block, layers, inputs, by_name)
             by_name |= {result.name: result for result in quantised}
+        # The Hessians of one block at most are held, and the next block waits with its own.
         self._waiting.clear()
         return list(by_name.values())
 
@@ -330,10 +342,12 @@ def _calibrated(
     """
     first, accumulator = group.layers[0], group.hand_over()
     tokens = accumulator.num_tokens
+    # For an expert the pool decides: without tokens of its own it has the Hessian of all experts.
     if not (accumulator if pool is None else pool).num_tokens:
         return "saw no tokens, only padding"
     hessian, shared = (accumulator.hessian(), None) if pool is None else blend(accumulator, pool)
     del accumulator  # as large as the Hessian
+    # H = 0 makes every loss 0, and relative damping has no diagonal to refer to.
     if not bool(hessian.any()):
         names = ", ".join(layer.name for layer in group.layers)
         log.warning("All inputs of %s are zero: nothing says which weights matter.", names)
@@ -349,6 +363,8 @@ def _aim(block: WalkedBlock, group: InputGroup, device: torch.device) -> Aim | N
         return None
     if block.dense is None:
         return Aim(weight, own="it is outside the blocks")
+    # The order of the reasons: outside of the blocks there is no dense stream, so that a shift
+    # cannot exist either, and the first reason is the one that explains it.
     if group.shift is None:
         return Aim(weight, own="its inputs do not pair with the dense model's")
     return Aim(weight, group.shift.matrix().to(device))

@@ -134,6 +134,8 @@ class BlockTuner:
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         # Seeded by the block's name, so that a resumed run draws the same order.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        # The masters hold the untuned weights so far, and so do the best ones: an error at any time
+        # leaves the block as it was pruned, or as its best epoch had it.
         with _only_these_train(self.job.model, weights.parameters), weights.best_at_the_end():
             untuned, energy = self._held_out(k, held_out)
             scale = energy * self.tuning.batch_size or 1.0
@@ -141,6 +143,11 @@ class BlockTuner:
             # The loss of a step is ‖y − y_d‖² of its windows, in all processes, divided by the
             # energy ‖y_d‖² of an average batch, so that the learning rate has the same meaning for
             # every block.
+            # 1. Each process draws an order of its own windows, but all take the same number of
+            #    steps, some of them empty: the sum of gradients is collective.
+            # 2. Gradients are added, not averaged, since the divisor of the loss is of the whole
+            #    step: the number of processes changes nothing but rounding.
+            # 3. The schedule counts steps, and reaches 0 with the last one.
             for epoch in range(1, self.tuning.epochs + 1):
                 order = torch.randperm(len(trained), generator=generator).tolist()
                 for parts in self._steps([trained[i] for i in order]):
@@ -157,6 +164,8 @@ class BlockTuner:
                         self._estimate((time.perf_counter() - start) / done * steps)
                 error, _ = self._held_out(k, held_out)
                 progress(f"{name}, tuning {epoch}/{self.tuning.epochs}: error {error:.3g}")
+                # Strictly less: a tie keeps the earlier weights, and epoch 0 is the untuned block,
+                # so that tuning never raises the error on the held-out windows.
                 if error < best:
                     best, best_epoch = error, epoch
                     weights.keep()
@@ -189,6 +198,8 @@ class BlockTuner:
         last = windows[-max(1, round(len(windows) * self.tuning.held_out)) :]
         rest = sum(sizes) - sum(rank == self.processes.rank for _, rank in last)
         trained, held_out = [], []
+        # `rest` counts the windows to train on that are left in this process. A batch in which it
+        # runs out is split in two.
         for i, size in enumerate(sizes):
             count = min(max(rest, 0), size)
             rest -= size
@@ -215,6 +226,7 @@ class BlockTuner:
             sums = [(*map(float, self._errors(k, part)), part.size) for part in parts]
         share = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
         totals = zip(*self.processes.numbers(*share), strict=True)
+        # At least one window of some process is held out, so that `windows` is positive.
         error, energy, windows = map(math.fsum, totals)
         return error / energy if energy else 0.0, energy / windows
 
@@ -230,6 +242,7 @@ class BlockTuner:
         block = self.walk.blocks[k]
         rows = self.padding.rows(outputs, block.module, block.name)
         target = target.to(outputs.device, outputs.dtype)
+        # In float32: sums of squares in bfloat16, with 8 bits, would stop growing.
         hidden, dense = (x[part.chosen].float() for x in (outputs, target))
         if rows is not None:
             is_token = rows.view(len(outputs), -1)[part.chosen].flatten()
@@ -251,6 +264,7 @@ class BlockTuner:
 
     def _gradients(self, loss: Tensor, parameters: Any, name: str) -> tuple[Tensor | None, ...]:
         try:
+            # A parameter that these windows do not reach, such as an expert's, has no gradient.
             return torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -285,6 +299,7 @@ class _Tuned(ABC):
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
+        # The experts of a stack share one parameter, which the optimizer must have once.
         self.parameters = list(dict.fromkeys(layer.parameter for layer in layers))
         self.masters = self._make_masters(layers)
         for master in self.masters:
@@ -336,6 +351,8 @@ class _KeptWeights(_Tuned):
     """The non-zero weights of some layers, with a float32 master copy."""
 
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
+        # Elements of a parameter outside of the layers count as zeros, too. Adam leaves a master
+        # whose gradients are all 0 as it is, so that both keep their values.
         zeros = {p: torch.ones_like(p, dtype=torch.bool) for p in self.parameters}
         for layer in layers:
             layer.arranged(zeros[layer.parameter]).copy_(layer.view == 0)
@@ -394,6 +411,8 @@ class _Scales(_Tuned):
         for (layer, codes, scales, minima), master in zip(self._layers, self.masters, strict=True):
             gradient = of_parameter[layer.parameter]
             if gradient is not None and master.grad is not None:
+                # A weight is (1 + m/σ)(s·q − o), with master m, σ = `_SIZE`, scale s, code q and
+                # minimum o. So ∂L/∂m = Σ g·(s·q − o) / σ over the group, with g = ∂L/∂w.
                 of_weights = layer.arranged(gradient).flatten(1)
                 master.grad += self._grid.grouped(of_weights * codes).sum(2) * scales / _SIZE
                 if minima is not None:
@@ -403,6 +422,8 @@ class _Scales(_Tuned):
         for (layer, codes, scales, minima), (units, minimum_units), master in zip(
             self._layers, self._units, self.masters, strict=True
         ):
+            # From the scales at the start, not from the last ones, so that rounding does not add up
+            # over the steps.
             factor = 1 + master / _SIZE
             changed = GridParameters(self._grid.round_scales(scales * factor, units))
             if minima is not None:
@@ -414,6 +435,7 @@ class _Scales(_Tuned):
 
     def keep(self) -> None:
         super().keep()
+        # Kept with the weights: parameters of another epoch would not reproduce them.
         self.grid = dict(self._written)
 
 

@@ -70,6 +70,8 @@ def estimate(
     head = [] if plan.head is None else [plan.head]
     layers = [layer for block in plan.layers.values() for layer in block] + plan.outside
     tokens, weights = windows * length, sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    # A forward takes one multiply-add for each weight and token, so that its time is shared out by
+    # the number of weights.
     forward = tokens / tokens_per_second / weights  # seconds per weight, for all tokens
     aims_at_dense = settings.target == "dense" or bool(settings.tuning)
     passes = float(_PASSES + _DENSE_PASSES * aims_at_dense)
@@ -77,6 +79,7 @@ def estimate(
         passes += _PASSES
     if settings.block_tuning:
         passes += _BACKWARD * settings.block_tuning.epochs
+    # By input, not by layer: q, k and v share a Hessian, its sum and its inverse.
     inputs = {_input(layer): _columns(layer) for layer in [*layers, *head]}
     seconds = forward * passes * sum(layer.weight.numel() for layer in layers)
     seconds += forward * weights * settings.recipe.is_of_head_alone
@@ -96,6 +99,7 @@ def estimate(
     # The rows of a head are solved in parts.
     solved = [(layer.weight.numel(), _columns(layer)) for layer in layers]
     solved += [(min(layer.weight.numel(), ELEMENTS), _columns(layer)) for layer in head]
+    # Layers are solved one after another, so that the largest one decides; 4 bytes a float32.
     solver = max(4 * (_PER_WEIGHT * count + _PER_SQUARE * columns**2) for count, columns in solved)
     solver += sum(layer.weight.nbytes for layer in head)
     return Estimate(seconds, round(states + solver) + _BUFFERS)
@@ -110,6 +114,7 @@ def products_per_second(device: torch.device, size: int | None = None) -> float:
         size = 8192 if device.type == "cuda" else 1024
     a = torch.rand(size, size, device=device)
     (a @ a).sum().item()
+    # The product above is not timed: the first one also pays for the start of the library.
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 0.1:
         (a @ a).sum().item()  # synchronises with the device

@@ -69,6 +69,7 @@ class ExpertRemover(Remover):
             removed = _lowest(routing, tokens, job.settings.recipe.method.mask.name)[:count]
             (loss,), swaps = tokens.losses([tuple(removed)]), None
         own_loss = loss if block.dense_target is None else tokens.own_loss(removed)
+        # All numbers are of stored tokens, so that the order of loss, energy and write is free.
         energy = tokens.energy()
         with torch.no_grad():
             layer.view[:, removed] = 0
@@ -114,6 +115,8 @@ class _Batch:
         return self._energy(self.weights)
 
     def _energy(self, change: Tensor) -> float:
+        # Products are made in float32. The sum over all tokens is in float64, since losses of two
+        # sets may differ by little of their size.
         through = torch.bmm(change[:, None], self.products)[:, 0]
         return float((through * change).sum(dtype=torch.float64))
 
@@ -147,6 +150,8 @@ class _Tokens:
                 assert call.output is not None
                 weight = block.job.settings.target_weight or 0.0
                 shift = weight * (dense_call.output - call.output).float()
+            # Every n-th token, not the first ones, so that all texts and positions take part. n is
+            # rounded up, so that batches of one size stay within the limit in all.
             step = -(-self._bytes(inputs) * len(rows) * batches // _MOST_BYTES)
             for row_indices in rows[:: max(1, step)].split(self._at_once(call.tokens)):
                 self._batches.append(self._stored(call, inputs, shift, row_indices))
@@ -189,6 +194,7 @@ class _Tokens:
         """Return means over the tokens of all processes; `of` gives the sums over a batch."""
         processes = self._block.job.processes
         sums = [of(batch) for batch in self._batches]
+        # The mean is of all processes' tokens: all of them must choose the same experts.
         own_sums = [sum(column) for column in zip(*sums, strict=True)] if sums else None
         # A process without tokens does not know how many numbers there are: the others tell.
         lengths = processes.all(None if own_sums is None else len(own_sums))
@@ -232,6 +238,8 @@ class _Tokens:
             None if shift is None else torch.bmm(outputs, shift[:, :, None])[:, :, 0],
             0.0 if shift is None else float(shift.square().sum(dtype=torch.float64)),
         )
+        # The losses of sets route the stored tokens alone. A router with a capacity, or one that
+        # compares tokens, gives other weights then, and the losses would be wrong unnoticed.
         again = self._routing.weights(stored.inputs, torch.tensor([], dtype=torch.long))
         if not float((again - stored.weights).norm()) <= _TOLERANCE * float(stored.weights.norm()):
             raise TargetError(
@@ -243,6 +251,7 @@ class _Tokens:
     def _bytes(self, inputs: Tensor) -> int:
         """Return the stored bytes of a token."""
         units = self._routing.structure.units
+        # float32: G has units² numbers, w and b have units each; and the input as it is.
         return 4 * units * (units + 2) + inputs.shape[-1] * inputs.element_size()
 
     def _at_once(self, tokens: Tensor) -> int:
@@ -255,6 +264,7 @@ def _lowest(routing: Routing, tokens: _Tokens, mask: str) -> list[int]:
         scores = torch.tensor(tokens.energies())
     else:
         cuts = [cut for cut in routing.parts.cuts if cut.module is routing.experts]
+        # Of all parts of an expert, since it is removed as a whole: ‖W‖² adds up over them.
         squares = [cut.tensor.detach().float().square().flatten(1).sum(1) for cut in cuts]
         scores = torch.stack(squares).sum(0)
     return [int(e) for e in scores.sort(stable=True).indices]

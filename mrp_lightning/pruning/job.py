@@ -91,10 +91,12 @@ class Listener:
 
     def started(self, walk: str) -> None:
         """Receive the name of the walk."""
+        # The first walk names the run. That of layers outside of the blocks is started later.
         self.walk = self.walk or walk
 
     def layer(self, result: LayerResult) -> None:
         """Receive the result of a layer, as soon as its weight is written."""
+        # A layer is reported again when it is put on a grid, and counts once.
         self.num_layers += result.name not in self._present
         self._present[result.name] = result
 
@@ -103,8 +105,11 @@ class Listener:
 
         A block is `resumed` if it was restored from the journal.
         """
+        # Layers of a block from the journal are not reported one by one, so they count here. Others
+        # have been counted by `layer`.
         self.num_layers += len(result.layers) * resumed
         self.resumed_blocks += resumed
+        # The block holds the same rows: without this, `results` would have them twice.
         self._present.clear()
         self._finished.append(result)
 

@@ -72,9 +72,12 @@ def prune_layers(
     # Before anything changes: losses are against these weights, and zeros may not come back.
     zeros = [weight == 0 for weight in weights]
     already = [
+        # A pattern that removes nothing holds for every weight, and means nothing here.
         recipe.pattern.sparsity > 0 and recipe.pattern.holds(mask)
         for recipe, mask in zip(recipes, zeros, strict=True)
     ]
+    # Rows are independent in the loss, so that each process needs targets and energies of its own
+    # rows alone.
     shares = [weight[processes.share(len(weight))] for weight in weights]
     with measured(weights[0].device) as used:
         tasks = []
@@ -93,6 +96,8 @@ def prune_layers(
         # The loss is relative to the energy of the layer's outputs, ½·tr(W H Wᵀ), of all rows.
         energies = processes.numbers(output_energy(share, inputs.hessian))
         zeros_before = _fraction(mask)
+        # A kept weight that its compensation, or a grid, puts at 0 is not counted: `sparsity` has
+        # only removed ones, and both numbers have to be of one kind.
         zeros_now = (solution.weight == 0) & (solution.pruned | mask)
         row = LayerReport.of(
             solution,
@@ -127,6 +132,8 @@ def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None)
 
 def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
     """Return a weight's share of the seconds of several, and their peak of memory."""
+    # Weights that are solved together have no times of their own. The cost for one input is about
+    # proportional to rows, and so to weights.
     part = weight.numel() / max(1, sum(each.numel() for each in weights))
     return {**used, "seconds": used["seconds"] * part}
 
@@ -177,6 +184,8 @@ def quantise_head(
     quantised, columns = torch.empty_like(weight), weight.shape[1]
     losses, energies, parts = [], [], []
     with measured(weight.device) as used:
+        # All parts use one Hessian, which is factorised once and stays in `inputs`. Losses and
+        # energies are sums over rows, and so add up over the parts.
         for first, end in split_range(0, len(weight), max(1, ELEMENTS // columns)):
             rows = weight[first:end]
             solutions = put_on_grid([rows], inputs, recipe, progress, processes=processes)
@@ -221,6 +230,7 @@ def measured(device: torch.device) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     yield used
     if cuda:
+        # Kernels only queue: without this the time of a layer would count for the next one.
         torch.cuda.synchronize(device)
         used["peak_memory"] = torch.cuda.max_memory_allocated(device)
     used["seconds"] = time.perf_counter() - start

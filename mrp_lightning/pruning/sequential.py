@@ -68,6 +68,7 @@ def prune_model(job: Job) -> list[BlockResult]:
         SaveError: The journal cannot be written.
     """
     offloads, padding = job.settings.offload, Padding(job.model)
+    # Streamed blocks come from their files when they run, so there is nothing to move.
     moves = offloads and job.streamed is None
     offload = Offload([b.module for b in job.plan.blocks] if moves else [], job.device)
     pinned = (job.streamed or offload).pinned
@@ -85,12 +86,15 @@ def prune_model(job: Job) -> list[BlockResult]:
         # Blocks come first, in the order of their calls: each is calibrated on the outputs of the
         # pruned ones before it, and what is outside of them on those of all.
         for k, block in enumerate(steps.start()):
+            # Blocks run many times at their turn, and change in between: they stay on the device
+            # until the walk has passed them.
             with pinned(block.module):
                 results.append(steps.prune_block(k))
         if job.plan.outside:
             results.append(steps.prune_outside())
         if job.plan.head is not None:
             results.append(steps.prune_head(job.plan.head))
+        # Only now, since calibration decides which layers are called and see tokens.
         if not any(result.pruned_rows for result in results):
             rows = [row for result in results for row in result.rows]
             reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in rows)
@@ -163,6 +167,7 @@ class _Steps:
         # Checked before the survey, which takes long.
         self.dense = self._dense_stream(walk)
         self.tuner = self._tuner(walk, self.dense)
+        # On a twin, which it moves to the end: the walk of the pruning stays at the first block.
         self.survey = survey(job, walk.twin(), self.padding, self.pinned)
         self.trial = None if job.structure is None else BlockTrial(job.structure)
         self.remover = _remover(job.structure, job.settings.recipe, self.survey.sparsities)
@@ -221,6 +226,7 @@ class _Steps:
             to_head = ToHead(self._whole_model(), 0, head.module)
         else:
             to_head = ToHead(self.walk, self._num_blocks, head.module)
+        # Last of all, since a head has no block after it that would need its outputs.
         solver = HeadSolver(job.settings.recipe.for_head)
         return self._prune(job.steps - 1, to_head, [head], solver)
 
@@ -270,6 +276,8 @@ class _Steps:
         """Restore the result of a step from the journal; `None` if the journal has none."""
         if self.job.journal is None:
             return None
+        # Dense weights are remembered before they are overwritten: the dense stream needs them for
+        # this block, also in a run that restores it.
         stored = self.job.journal.restore(
             step, block.layers, lambda layer: block.remember([layer]), block.tuned
         )
@@ -283,6 +291,8 @@ class _Steps:
         """Pass the result of a step on to the listener, and store it in the journal."""
         self.job.listener.block(result)
         if self.job.journal is not None and block.layers:
+            # After the listener has the result: if the disk is full, the report still has this
+            # block, whose weights are in the model.
             weights = result.with_weights_of(block.layers, block.tuned)
             self.job.journal.write(step, weights)
         return result
@@ -346,6 +356,7 @@ class _Steps:
         pruned = BlockResult(name, tuple(layers), row if shares else None)
         if self.tuner is None:
             return pruned
+        # Layers that were left dense are not tuned: a report of them as dense would be wrong.
         changed = [*pruned.pruned(block.layers), *block.tuned]
         row, grid = self.tuner.tune(block.k, changed, pruned.grid, row, block.report_progress)
         results = self.remover.put_on_grid(block, pruned.with_grid(grid).layers)

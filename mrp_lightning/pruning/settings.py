@@ -176,6 +176,7 @@ class Settings(LayerSettings):
         # Before the recipe is parsed, whose errors would be about patterns: a structure takes none.
         if self.structure is not None:
             self._check_structure()
+        # The checks after it compare the recipe with arguments that no single layer has.
         recipe = Recipe.parse(self, leaves_zeros=self.structure is None)
         object.__setattr__(self, "recipe", recipe)
         if recipe.is_of_head_alone:
@@ -191,6 +192,7 @@ class Settings(LayerSettings):
                 "`balance` scales columns for the groups of a grid, and weights that are on no "
                 "grid would stay as they are. Give `bits` or `grid`, or leave `balance` out."
             )
+        # Last, since its check reads the method of the parsed recipe.
         object.__setattr__(self, "target_weight", self._checked_target_weight())
 
     @property
@@ -206,6 +208,7 @@ class Settings(LayerSettings):
         the unquantised weights are the dense ones, and need no tuning.
         """
         recipe = self.recipe
+        # Without removal the tuner changes scales instead, and the grid comes first.
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
     @property
@@ -217,6 +220,7 @@ class Settings(LayerSettings):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
         """Return the settings of a `config`."""
+        # The inverse of `config`, in which no tuning is `None`.
         tuning = config.get("tuning")
         return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})
 
@@ -247,6 +251,7 @@ class Settings(LayerSettings):
                 "`structure: experts` goes with no `bits` or `grid` in one run. Remove experts "
                 "first, and put the model that is saved on a grid in a second run."
             )
+        # After the check for all structures: experts allow fewer of its methods.
         if self.structure == "experts" and self.method.endswith("+M"):
             raise MethodError(
                 "`structure: experts` leaves the experts that stay as they are: the method "
@@ -283,6 +288,7 @@ class Settings(LayerSettings):
                     "Give both, or leave it out."
                 )
             return None
+        # A mask alone leaves kept weights as they are, so that no target could have an effect.
         if method.compensation.name == "none":
             raise MethodError(
                 f"`target: dense` moves the weights that are kept, and the method {method} moves "
@@ -312,6 +318,8 @@ class Settings(LayerSettings):
     # Readers of a report need no defaults of the version that wrote it: all settings are in it.
     def config(self) -> dict[str, Any]:
         """Return the settings as plain values, for reports; `from_config` is the inverse."""
+        # `tuning` is written as its options, also where it is `True`: equal settings need equal
+        # configs, by which a journal is resumed.
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}

@@ -60,6 +60,8 @@ def survey(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Survey:
 
     def conclusions() -> dict[str, Tensor]:
         if job.settings.allocation != "uniform":
+            # Made here, not before: it runs the whole model, and a run with a stored survey needs
+            # none.
             studies.append(OutputStudy(job, walk, padding))
         if job.settings.balance:
             studies.append(InputStudy(job))
@@ -80,6 +82,8 @@ def _walk_through(
     # A dense model has no other target than its own outputs, and needs no stages.
     settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
     layers = job.plan.layers
+    # Blocks after it have nothing to decide. A study that needs the model's output runs them
+    # itself, from the present block on.
     last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
     progress = partial(job.progress, 0)
     for k, block in enumerate(walk.blocks[: last + 1]):

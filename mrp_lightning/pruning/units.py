@@ -32,6 +32,7 @@ class UnitRemover(Remover):
 
     def __init__(self, structure: Structure, recipe: Recipe) -> None:
         self._structure = structure
+        # The grid comes after the removal: scales of groups must not count columns that are gone.
         self._recipe = replace(recipe, grid=None)
         self._solver = None if recipe.grid is None else LayerSolver(recipe.grid_alone)
 
@@ -55,6 +56,8 @@ class UnitRemover(Remover):
         if self._solver is None:
             return narrowed
         results = {result.name: result for result in narrowed}
+        # The second calibration sees the block without the units, so that each Hessian is that of
+        # the inputs which the quantised layer gets.
         quantised = self._solver.prune(replace(block, layers=layers), narrowed)
         results |= {result.name: result for result in quantised}
         for whole, layer in zip(block.layers, layers, strict=True):
@@ -111,6 +114,7 @@ class UnitRemover(Remover):
             for layer, weight in zip(layers, new, strict=True):
                 layer.write_(weight)
             results += block.published(map(LayerResult, rows))
+            # On the CPU, since it indexes weights that may be on other devices.
             kept = (~solution.removed).nonzero()[:, 0].cpu()
         return results, kept
 
@@ -147,6 +151,8 @@ class UnitRemover(Remover):
         used: Mapping[str, Any],
     ) -> LayerReport:
         """Return the row of one of the stacked layers, whose loss is that of its own rows."""
+        # The loss of the stack is of all its rows; ½·tr(ΔHΔᵀ) of the rows of one layer is its part.
+        # In float32, since Δ is small against both weights, and bfloat16 has 8 bits.
         wide = torch.promote_types(dense.dtype, torch.float32)
         change = new.to(wide) - dense.to(wide)
         hessian = calibrated.inputs.hessian

@@ -116,7 +116,10 @@ class BlockResult:
                 f"{', '.join(lost[:5])}. It is of another version: give `resume=False`, which "
                 "starts afresh."
             )
+        # Tuned layers have no rows in the result, only weights.
         changed += [layer for layer in tuned if layer.parameter_name in self.weights]
+        # All before any: layers of one stack share a parameter, so that writing the first one would
+        # change the dense weights of the next.
         for layer in changed:
             before_change(layer)
         with torch.no_grad():
@@ -175,6 +178,8 @@ def is_of_journal(file: Path) -> bool:
     """
     try:
         with file.open("rb") as opened:
+            # The layout of safetensors: 8 bytes of length, a header in JSON, then the tensors. The
+            # bound keeps a file of another kind from being read whole by its first 8 bytes.
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(min(length, _LONGEST_HEADER)))
         return _KEY in header["__metadata__"]

@@ -82,12 +82,15 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
     path = Path(directory) / NAME
     recorded = read(directory) if path.exists() else Evaluation()
     added = {key: value for key, value in scores.items() if value is not None}
+    # Merged by text and by task, one level deep: a new score of one text replaces that text's
+    # alone.
     by_name = {
         key: {**getattr(recorded, key), **value} for key, value in added.items() if key != "model"
     }
     content = replace(recorded, **{**added, **by_name, "versions": recorded.versions | versions()})
     text = as_json({"format_version": FORMAT_VERSION, **asdict(content)})
     save_ours(path, text, adds=True)
+    # The scores are on the disk by then: a card that cannot be changed loses none of them.
     add_perplexities(path.parent, content.perplexity, content.dense)
     return path
 
@@ -105,6 +108,7 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
 
 def metrics(scores: Scores) -> Scores:
     """Return the scores of a task without its sizes and without standard errors."""
+    # Names of errors come from the metrics, since a metric's own name may end in anything.
     errors = {_stderr(metric) for metric in scores}
     left_out = errors | {"samples", "num_fewshot", "depth"}
     return {name: value for name, value in scores.items() if name not in left_out}

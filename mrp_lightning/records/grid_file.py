@@ -55,6 +55,7 @@ def load_parameters(file: str | PathLike[str]) -> dict[str, GridParameters]:
     try:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
+                # From the right, since names of layers contain dots and kinds do not.
                 name, _, kind = key.rpartition(".")
                 kinds.setdefault(name, {})[kind] = opened.get_tensor(key).float()
         return {name: GridParameters(**tensors) for name, tensors in kinds.items()}
@@ -66,5 +67,7 @@ def load_parameters(file: str | PathLike[str]) -> dict[str, GridParameters]:
 
 
 def _compact(tensor: Tensor) -> Tensor:
+    # float16 only if no bit is lost: an export has to reproduce the checkpoint exactly from these
+    # numbers.
     half = tensor.to(torch.float16)
     return (half if torch.equal(half.to(tensor.dtype), tensor) else tensor.float()).contiguous()

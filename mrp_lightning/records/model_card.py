@@ -95,6 +95,7 @@ def made_by(*commands: str | None) -> list[str]:
 
     Paths appear without the directories of this machine.
     """
+    # A card is published, and directories may hold names of users.
     known = [_DIRECTORIES.sub("", command) for command in commands if command]
     return ["", "Made by:", "", "```", *known, "```"] if known else []
 
@@ -127,6 +128,7 @@ def with_perplexities(
     ]
     header = ["text", "dense model", "this model", "ratio", "context", "tokens"]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    # The section first: it needs no parser, and stays if the metadata cannot be read.
     card = with_section(card, "Perplexity", [*lines, *rows])
     try:
         return _with_results(card, complete)
@@ -142,6 +144,7 @@ def with_perplexities(
 
 def _next_to_dense(scores: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     """Return the cells of a model's perplexity, with the dense model's on the same windows."""
+    # A dense perplexity of 0 or `None` gives no ratio.
     dense_value, value = (dense or {}).get("perplexity"), scores["perplexity"]
     first, ratio = (
         ("–", "–") if not dense_value else (f"{dense_value:.3f}", f"{value / dense_value:.4g}")
@@ -159,6 +162,7 @@ def add_perplexities(
     if not file.is_file():
         return
     card = file.read_text("utf-8", "replace")
+    # A card that somebody else wrote is not changed.
     if "mrp-lightning" in card:
         save_ours(file, with_perplexities(card, perplexity, dense), adds=True)
 
@@ -167,6 +171,7 @@ def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str
     """Return a card with perplexities among the results of its metadata, if it has metadata."""
     if (metadata := REGEX_YAML_BLOCK.match(text)) is None:
         return text
+    # Aliases of aliases grow exponentially when they are expanded.
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata[2])):
         raise ValueError("aliases in it could stand for any number of values")
     results = [
@@ -183,12 +188,14 @@ def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str
     card = ModelCard(text)
     data = card.data
     assert isinstance(data, ModelCardData)
+    # A new result replaces that of the same text and metric; results of others stay.
     measured = {(x.unique_identifier, x.metric_type) for x in results}
     others = [
         x for x in data.eval_results or [] if (x.unique_identifier, x.metric_type) not in measured
     ]
     data.eval_results = [*others, *results]
     heading = re.search(r"^# (.+)$", card.text, re.M)
+    # The hub refuses results without a name of the model.
     data.model_name = data.model_name or (heading[1] if heading else "Pruned model")
     return str(card)
 
@@ -262,6 +269,7 @@ def _recipe(config: dict[str, Any]) -> list[str]:
     """Return the callback of the run as YAML; values are JSON, in which 2:4 is no number."""
     arguments = {key: config.get(key) for key in _RECIPE}
     if arguments["bits"] is not None:
+        # Without bits there are no groups, and a size of them would mean nothing.
         arguments["group_size"] = config["group_size"]
         arguments["grid"] = config.get("grid")
     return [

@@ -188,6 +188,8 @@ class LayerReport(_Row):
             seconds: The time that this took.
         """
         assert self.loss is not None
+        # The sum is the whole loss, since `lost` is the part that the grid adds. `relative_loss`
+        # grows in proportion, because the energy ‖wx‖² stays the same.
         whole = self.loss + lost
         return replace(
             self,
@@ -325,6 +327,7 @@ class PruningReport:
     def losses(self) -> tuple[float, float]:
         """Return (Σ relative loss, the part of it due to the grid) over the layers on a grid."""
         losses = [
+            # Shares of the relative loss, since losses of layers have different scales.
             (row.relative_loss, row.grid_loss / row.loss)
             for row in self.pruned
             if row.relative_loss and row.loss and row.grid_loss is not None
@@ -345,6 +348,7 @@ class PruningReport:
         """Return sums and means over the layers; a report that was read has those of its file."""
         if self.stored_totals is not None:
             return self.stored_totals
+        # Pruned rows alone: only they are sure to be matrices, by `__post_init__`.
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
         zeros = sum(row.zero_fraction * row.shape[0] * row.shape[1] for row in self.pruned)
         zeros_before = sum(
@@ -421,6 +425,7 @@ class PruningReport:
         stored = as_dataclass(_Content, content, source, remedy)
         totals = stored.totals
         return cls(
+            # As stored: `_Config` has only the keys that readers use, and would drop all others.
             config=content["config"],
             layers=stored.layers,
             seconds=totals.seconds or 0.0,
@@ -455,6 +460,7 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
         return []
     try:
         report = PruningReport.load(file)
+    # History is for the report alone: a damaged one must not stop a pruning that does not need it.
     except (FormatError, OSError) as error:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
@@ -500,6 +506,7 @@ class _Config:
     structure: str | None = None
 
     def __post_init__(self) -> None:
+        # A report is refused while it is read, not when `recipe` is asked for later.
         _recipe(vars(self))
 
 
@@ -560,6 +567,7 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, Any]) -> str:
     loss, seconds = _number(totals["relative_loss"], ".3g"), _number(totals["seconds"], ".1f")
     weights, sparsity = f"{totals['weights']:,}", _number(totals["sparsity"], ".1%")
     table.add_row(counted(totals["layers"], "layer"), weights, sparsity, loss, seconds)
+    # Into a text of fixed width, so that the listing is the same in a terminal and in a file.
     text = StringIO()
     Console(file=text, width=_WIDTH).print(table)
     if dense:

@@ -37,6 +37,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
     the factors to 10 bits and less. A Hessian with a condition number of 1e4 does not survive that.
     Afterwards all settings are restored; settings that were inherited are inherited again.
     """
+    # A setting that is already full stays untouched: once set, it no longer follows its parent.
     narrowed = [
         setting for setting in _MATMULS if float32_precision(setting) not in ("none", "ieee")
     ]
@@ -58,6 +59,7 @@ def has_bfloat16_units(device: torch.device) -> bool:
     device repeats its result to the bit.
     """
     if device.type == "cuda":
+        # Emulated products are supported as well, but not faster, which is all that matters here.
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return multiplies_bfloat16()
 
@@ -107,6 +109,8 @@ def _own(setting: _Setting) -> str:
         return in_force
     parent = _PARENTS[setting]
     previous, other = _own(parent), "tf32" if in_force == "ieee" else "ieee"
+    # `other` differs from the value in force: a setting that then shows it can only inherit it.
+    # The parent is put back to its own value too, so that it goes on inheriting if it did.
     set_float32_precision(parent, other)
     try:
         return "none" if float32_precision(setting) == other else in_force
@@ -142,8 +146,10 @@ def by_rows(work: Callable[[slice], Result], rows: int, columns: int) -> list[Re
             results.append(work(slice(start, stop)))
             start = stop
         except (MemoryError, RuntimeError) as error:
+            # Where a CPU has no memory, PyTorch raises a plain RuntimeError: only its text differs.
             if not is_out_of_memory(error) or stop - start == 1:
                 raise
+            # The smaller size holds for all later ranges, which would run out of memory likewise.
             chunk_size = (stop - start) // 2
             log.warning(
                 "No memory for %d rows at a time: going on with %d.", stop - start, chunk_size

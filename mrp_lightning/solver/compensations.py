@@ -51,6 +51,7 @@ class Compensated:
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a dtype, with zeros where weights are removed."""
+        # Not a product with the mask, in which −1 · 0 is −0, and Inf · 0 is NaN.
         return self.weight.masked_fill(self.pruned, 0).to(dtype).contiguous()
 
 
@@ -95,6 +96,8 @@ class ColumnSweep:
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
         """Choose and compensate in one pass over the columns."""
         weight, pattern, damped = problem.weight, problem.pattern, problem.damped
+        # Columns before j are frozen at j, so that a choice needs the inverse of H's trailing part.
+        # It is VᵀV with V the trailing part of U, which is triangular: one U serves every j.
         choose = mask.bind(problem, damped.trailing_inverse_blocks)
         columns = weight.shape[1]
         if mask.by_block and isinstance(pattern, SemiStructured):
@@ -112,6 +115,8 @@ class ColumnSweep:
                 # A choice sees the effect of all removals before its columns, as in SparseGPT.
                 if j % width == 0:
                     pruned[j : j + width] = choose(swept[j : j + width].T, j).T
+                # `removed` is zero in rows that keep column j: one rank-one update serves all rows.
+                # Column j becomes zero at the end only, since no later step of the sweep reads it.
                 torch.mul(swept[j], pruned[j], out=removed[j - start])
                 swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], removed[j - start], alpha=-1)
             # The columns beyond the panel get all of its removals at once: one product of matrices
@@ -123,6 +128,8 @@ class ColumnSweep:
 
 def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of at most 128 columns that split no choice of `width` columns if it fits."""
+    # A choice reads columns to which all earlier removals have been applied. Within a panel they
+    # are, column by column; a wider choice starts together with a panel, when all columns are.
     if width <= _PANEL:
         yield from split_range(0, columns, width * (_PANEL // width))
     else:
@@ -192,13 +199,18 @@ class ExactCompensation:
                 current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
                 pruned[:, block] = choose(current, start)
                 removed = current * pruned[:, block]
+                # Before its removals the block is at its optimum: its part of the gradient is zero,
+                # and the larger G leaves that of earlier columns as it is. Only removals add to it.
                 # The start of the next solve: this block's optimum with its removals set to zero,
                 # and the gradient of that change, (removed)·G.
                 x[:, block] = current - removed
                 # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: a block more adds its columns of R_bb.
+                # U is triangular, so R_bb is the inverse of U_bb: no block needs the whole of R.
                 root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
                 schur[lead, lead].addmm_(root, root.T)
                 gradient[:, lead].addmm_(removed, schur[block, lead])
+                # After the last block no choice is left, and `_solve` goes on from this x. Rounding
+                # that the gradient has gathered cannot mislead it: it certifies from x alone.
                 if stop < columns:
                     iterations += _approach(
                         weight[:, lead],
@@ -239,6 +251,7 @@ def _approach(
         def descend(times_matrix: Product, times_inverse: Product) -> int:
             precondition = InverseOnKept(times_inverse, kept)
             descent = ConjugateGradients(current, slope, times_matrix, precondition)
+            # Neither `losses` nor the energies contain the factor ½: their ratio is the gap.
             descent.descend_rows(_GAP_BETWEEN_BLOCKS * losses, _LIMIT_BETWEEN_BLOCKS)
             return descent.iterations
 
@@ -249,7 +262,10 @@ def _approach(
         try:
             steps = descend(*products)
             if rounds and steps:
+                # The next block's weights follow from the slope, and rounded updates have moved it
+                # away from (w − x)G.
                 torch.mm(dense - current, matrix, out=slope)
+                # `not … <` also starts again from NaN.
                 if not float(((dense - current) * slope).sum()) < loss:
                     reset()
                     steps += descend(full_product(matrix), full_product(inverse))
@@ -280,10 +296,12 @@ def _solve(
     def solve(rows: slice) -> tuple[int, float, float]:
         system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
         steps = system.solve(tolerance, problem.progress)
+        # `not … <=`: a gap of NaN is a failure of float32 as well.
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; its result is a good start for float64.
             warn_of_slow_float64(x.device)
             system = system.refined()
+            # Half of the tolerance is left for the rounding of x to `dtype`.
             steps += system.solve(tolerance / 2, problem.progress)
         if system.x.dtype != dtype:
             system.x.copy_(system.x.to(dtype))
@@ -293,9 +311,11 @@ def _solve(
 
     chunks = by_rows(solve, *x.shape)
     iterations = earlier + max((steps for steps, _, _ in chunks), default=0)
+    # Bounds and losses of rows add up, relative gaps do not.
     bound, loss = sum(bound for _, bound, _ in chunks), sum(loss for _, _, loss in chunks)
     totals = problem.processes.numbers(iterations, bound, loss)
     gap = _relative(sum(bound for _, bound, _ in totals), sum(loss for _, _, loss in totals))
+    # All processes see this total, so that they raise together and none waits for the others.
     if not math.isfinite(gap):
         raise HessianError(
             f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "

@@ -30,6 +30,7 @@ def full_product(matrix: Tensor) -> Product:
 
 def rounded_product(matrix: Tensor) -> Product:
     """Return the product with a matrix, factors and result rounded to bfloat16 (error ≈ 0.2%)."""
+    # bfloat16 has the exponents of float32: no scale is needed, as it would be for float16.
     narrow = matrix.bfloat16()
 
     def times(left: Tensor, out: Tensor) -> None:
@@ -51,6 +52,7 @@ class InverseOnKept:
 
     def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
         """Set z (rows, columns) to (H⁻¹)_UU times the gradient."""
+        # Outside U the gradient does not vanish at the optimum: it must not reach z through H⁻¹.
         torch.mul(gradient, self.kept, out=work)
         self.times_inverse(work, z)
         z.mul_(self.kept)
@@ -88,6 +90,7 @@ class LowRankModel:
         values, rotation = torch.linalg.eigh(basis.T @ _scaled_product(matrix, basis, scale))
         # The mean eigenvalue of the rest: the trace of the scaled H is `columns`.
         rest = (columns - values.sum()) / max(columns - rank, 1)
+        # D supplies about `rest` in every direction, so that F only holds the excess.
         factor = (basis @ rotation) * (values - rest).clamp_min(0).sqrt()
         # D takes what F leaves of the unit diagonal; the bound keeps D positive.
         diagonal = (1 - factor.square().sum(1)).clamp_min(0.01)
@@ -104,6 +107,7 @@ class LowRankModel:
         index = torch.empty(rank, rank, dtype=torch.int64, device=kept.device)
         index[first, second] = index[second, first] = torch.arange(len(first), device=kept.device)
         core = packed.index_select(1, index.flatten()).view(-1, rank, rank)
+        # The eigenvalues of I + F_UᵀD_U⁻¹F_U are at least 1, so that its inverse is bounded.
         core.diagonal(dim1=1, dim2=2).add_(1)
         inverse_diagonal = self.diagonal.reciprocal()
         spread = (self.factor * inverse_diagonal[:, None]).T.contiguous()
@@ -126,6 +130,7 @@ class LowRankOnKept:
         """Set z (rows, columns) to (D_U + F_U F_Uᵀ)⁻¹ times the gradient."""
         del work
         torch.mul(gradient, self.inverse_diagonal, out=z)
+        # z is zero outside U here, so that the product with all of F is the one with F_U.
         along = torch.bmm(self.core, (z @ self.factor).unsqueeze(2)).squeeze(2)
         z.addmm_(along, self.spread, alpha=-1).mul_(self.kept)
 
@@ -157,6 +162,7 @@ class ConjugateGradients:
 
     def energies(self) -> Tensor:
         """Apply the preconditioner to the gradient, and return gradient·z of each row: (rows,)."""
+        # The last step has used up pH, so that its memory serves as work space until the next one.
         self._precondition(self._gradient, self._z, self._image)
         return torch.mul(self._gradient, self._z, out=self._image).sum(1)
 
@@ -190,6 +196,8 @@ class ConjugateGradients:
         # p ← z + βp with β = energy / previous energy; α = energy / (p H pᵀ); x ← x + αp;
         # gradient ← gradient − α·pH. α and β are numbers of each row, so that no row disturbs
         # another. z is free once p contains it: the curvatures are computed in its memory.
+        # β of this form needs no earlier gradient, but one symmetric preconditioner for all steps.
+        # p is zero outside U, as every z is, and so x never leaves its kept set.
         if self._previous is not None:
             self._direction.mul_(_quotient(energies, self._previous).unsqueeze(1))
         self._direction.add_(self._z)
@@ -204,6 +212,8 @@ class ConjugateGradients:
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide, with zero where the denominator vanishes: a row at its optimum up to rounding."""
+    # Negative curvatures, which only rounding makes, and NaN fail the comparison too: the row then
+    # stays where it is instead of moving away.
     tiny = torch.finfo(denominator.dtype).tiny
     return torch.where(denominator > tiny, numerator / denominator, 0)
 

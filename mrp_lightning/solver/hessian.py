@@ -43,6 +43,7 @@ class TokenSum:
 
     def sum_over(self, processes: Processes, num_tokens: int) -> None:
         """Sum over all processes, a collective call, and set the total number of tokens."""
+        # A process without tokens adds zeros: the call is collective, so that none may skip it.
         processes.sum_(self._sum_on(processes.device))
         self.num_tokens = num_tokens
 
@@ -96,9 +97,11 @@ class HessianAccumulator(TokenSum):
         # The sum must stay a plain tensor whatever mode the model runs in.
         with torch.inference_mode(False), torch.no_grad(), full_float32(x.device):
             tokens = x.detach().reshape(-1, self.columns)
+            # A GPU sums 16-bit factors up in float32, without a copy of twice the batch's size.
             narrow = tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16)
             if not narrow:
                 tokens = tokens.float()
+            # Before the sum, so that a batch that is refused leaves the accumulator unchanged.
             self._check_finite(tokens)
             total = self._sum_on(x.device)
             # Products of 16-bit numbers are exact in float32, so 16-bit units lose nothing.
@@ -145,6 +148,7 @@ class HessianAccumulator(TokenSum):
             )
         with torch.inference_mode(False), torch.no_grad():
             hessian = self._sum / self.num_tokens
+            # Diagonal blocks are summed in full; all to the right of them follows by symmetry.
             for start, stop in split_range(0, self.columns, _PANEL):
                 hessian[start:stop, stop:] = hessian[stop:, start:stop].T
             return hessian
@@ -157,6 +161,7 @@ class HessianAccumulator(TokenSum):
         # A sum of squares is finite only if all values are, and takes one pass over the batch.
         if bool(torch.linalg.vector_norm(tokens, dtype=torch.float32).square().isfinite()):
             return
+        # The sum over all features may overflow where no feature's does; only the latter enter H.
         energy = torch.linalg.vector_norm(tokens, dim=0, dtype=torch.float32).square()
         num_bad = int((~energy.isfinite()).sum())
         if num_bad:
@@ -168,6 +173,7 @@ class HessianAccumulator(TokenSum):
             )
 
 
+# The first two bound the inflation of `_factorise`: 1e4 turns ε = 2⁻²³ into about 1e-3.
 _FLOAT32_SUFFICES = 1e4
 _BFLOAT16_HELPS = 1024
 _MANY_COLUMNS = 512
@@ -202,6 +208,7 @@ class DampedHessian:
         self.columns = hessian.shape[0]
         self.ratio = ratio
         self.damping_used = ratio * mean_diagonal
+        # At once, since its failure is the signal by which `InputHessian` raises λ.
         self.factor, inflation = self._factorise()
         self.float32_suffices = inflation <= _FLOAT32_SUFFICES
         self.bfloat16_helps = inflation <= _BFLOAT16_HELPS and self.columns >= _MANY_COLUMNS
@@ -222,6 +229,7 @@ class DampedHessian:
 
         Each r_j has an independent error of about ε·‖v‖·‖H_:j‖, with ε the precision of products.
         """
+        # Errors are independent, so that Σ_j e_j²·[H⁻¹]_jj is the expectation: the rest cancels.
         inverse_diagonal = self.factor.square().sum(0)
         norms = torch.linalg.vector_norm(self.matrix, dim=0)
         return torch.finfo(self.dtype).eps ** 2 * float((norms.square() * inverse_diagonal).sum())
@@ -244,6 +252,7 @@ class DampedHessian:
 
     def inverse_blocks(self, width: int) -> Tensor:
         """Return the diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
+        # [H⁻¹]_BB = (U_:B)ᵀU_:B needs the columns B of U and not the whole inverse.
         columns = self.columns // width * width
         panels = self.factor[:, :columns].unflatten(1, (-1, width)).transpose(0, 1)
         return panels.mT @ panels
@@ -254,6 +263,8 @@ class DampedHessian:
         Block g is the leading block of ((H + λI)[j:, j:])⁻¹ with j = g·width: the inverse when all
         columns before j are frozen, as they are in a column sweep.
         """
+        # U is upper triangular, so that (H[j:, j:])⁻¹ = (U[j:, j:])ᵀU[j:, j:], and the leading
+        # block of this product needs no more than the diagonal block of U.
         count = self.columns // width
         corners = self.factor[: count * width, : count * width].view(count, width, count, width)
         corners = corners.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
@@ -261,6 +272,7 @@ class DampedHessian:
 
     def _matrix(self, dtype: torch.dtype) -> Tensor:
         matrix = self._hessian.to(dtype)
+        # `InputHessian` accepts an asymmetry of 1e-3 of the largest diagonal element.
         matrix = (matrix + matrix.T).mul_(0.5)
         matrix.diagonal().add_(self.damping_used)
         if bool(self._dead.any()):
@@ -279,6 +291,10 @@ class DampedHessian:
         give the factor.
         """
         precision = torch.finfo(self.dtype).eps
+        # 1. A float32 factor is refused where float32 does not suffice, even if it exists: float64
+        #    gives a better one, which is then rounded.
+        # 2. Past inflation · ε = 0.1, rounding leaves hardly a digit: only more damping helps.
+        # 3. An inflation of NaN compares as false, so that such a factor is refused, too.
         for dtype in dict.fromkeys((self.dtype, torch.float64)):
             matrix = self._matrix(dtype)
             if dtype != self.dtype:
@@ -312,6 +328,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     # In column-major order, as torch's own factor and LAPACK's. The part right of and below the
     # panels so far holds the remaining Schur complement of A.
     factor = matrix.clone().T
+    # A Schur complement of A is positive definite if A is, so that a corner that fails refuses A.
     for start, stop in split_range(0, columns, _FACTOR_PANEL):
         panel, rest = slice(start, stop), slice(stop, columns)
         corner, info = torch.linalg.cholesky_ex(factor[panel, panel])
@@ -356,6 +373,7 @@ class InputHessian:
         self.dtype = torch.float64 if hessian.dtype == torch.float64 else torch.float32
         self.columns = hessian.shape[0]
         diagonal = self.hessian.diagonal().to(self.dtype)
+        # Finiteness comes first: NaN would pass the comparisons below.
         if not bool(self.hessian.isfinite().all()):
             self._fail("the Hessian holds NaN or Inf")
         if self._asymmetry() > 1e-3 * float(diagonal.abs().max()):
@@ -367,6 +385,7 @@ class InputHessian:
         self.dead_inputs = int(self.dead.sum())
         if self.dead_inputs == self.columns:
             self._fail("the Hessian is zero: the layer saw only zeros")
+        # Dead inputs would lower the mean, and with it λ, for all inputs that need damping.
         self.mean_diagonal = float(self.diagonal[~self.dead].double().mean())
         self._damped: dict[float, DampedHessian] = {}
 
@@ -391,6 +410,7 @@ class InputHessian:
             except _NotPositiveDefiniteError:
                 failed = ratio
             ratio = 10 * ratio if ratio >= _FIRST_RAISE else _FIRST_RAISE
+            # The slack admits 10 itself, which repeated products may miss by rounding.
             if ratio > _LARGEST * (1 + 1e-9):
                 self._fail(f"the Hessian is not positive definite even with damping {failed:g}")
             warnings.warn(

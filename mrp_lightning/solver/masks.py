@@ -32,6 +32,7 @@ InverseBlocks = Callable[[int], Tensor]
 """Called with a width: the diagonal blocks of the inverse to score with, (columns / width, width,
 width)."""
 
+# The costs of a group are M²·combinations numbers: 4:8 has 70 combinations, 5:10 has 252.
 _MOST_COMBINATIONS = 100
 
 
@@ -74,6 +75,7 @@ class Wanda(Mask):
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w_ij|·√H_jj, which is Wanda's score up to a constant."""
         del inverse_blocks
+        # √H_jj = ‖x_j‖·√(2/tokens): the second factor is common to all columns.
         norms = problem.inputs.diagonal.to(problem.weight.dtype).sqrt()
         scores = (problem.weight.abs() * norms).masked_fill_(problem.inputs.dead, -1)
         return _known(problem.pattern.select_in_rows(scores))
@@ -92,6 +94,8 @@ class SingleRemoval(Mask):
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank the single-removal losses of the current weights."""
+        # One diagonal serves all rows and blocks. After earlier removals the exact loss would need
+        # that of each row's own (H_UU)⁻¹.
         inverse_diagonal, dead = inverse_blocks(1).flatten(), problem.inputs.dead
 
         def choose(current: Tensor, start: int) -> Tensor:
@@ -154,13 +158,17 @@ class MultipleRemoval(Mask):
             rows, width = current.shape
             pruned = torch.empty_like(current, dtype=torch.bool)
             # Groups at a time, which bounds the memory of the products below.
+            # A row and group have M² products and one loss a combination: the larger number counts.
             few = max(1, ELEMENTS // max(1, rows * max(costs.shape[1:]))) * group
             for first, stop in split_range(0, width, few):
                 groups = slice((start + first) // group, (start + stop) // group)
                 w = current[:, first:stop].unflatten(1, (-1, group)).transpose(0, 1)
+                # The diagonal of H + λI at a dead input is arbitrary, so its weight must not enter
+                # the losses. A copy is needed: w is a view of the caller's weights.
                 w = w.masked_fill(dead[groups, None], 0)
                 # (groups, rows, M²) products of weights times (groups, M², combinations) costs.
                 products = (w.unsqueeze(3) * w.unsqueeze(2)).flatten(2)
+                # Some combination has the penalty 0, so that `argmin` never chooses among ∞ alone.
                 losses = torch.baddbmm(penalty[groups, None], products, costs[groups])
                 best = membership[losses.argmin(2)].transpose(0, 1)
                 pruned[:, first:stop] = best.flatten(1)
@@ -211,6 +219,7 @@ def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
     the group's weights.
     """
     groups, group = blocks.shape[:2]
+    # The corner of strongly correlated inputs is nearly singular: it is inverted in float64.
     corners = blocks.double()[:, combinations[:, :, None], combinations[:, None, :]]
     spread = corners.new_zeros(groups, len(combinations), group * group)
     # Entry (i, j) of an inverse belongs to the product w_i·w_j, which is number i·M + j.
@@ -301,10 +310,13 @@ class _JointSearch:
         budget = self.problem.total(float(self.pruned.sum()))
         for step in range(0, _MOST, _STEPS):
             if step % (_RISES * _STEPS) == 0:
+                # The geometric mean of the penalties that share it: ρ/σ runs from 1/1.44 to 1.44.
                 center = penalty * _GROWTH ** ((_RISES - 1) / 2)  # σ
                 times_inverse = self.product(_inverse(self.matrix, center).mul_(center))
             ratio = penalty / center
             changes = [self._descend(rows, times_inverse, ratio) for rows in self.chunks]
+            # The total is the same number in all processes, so that all of them stop at the same
+            # step: patterns without groups rank the rows of all of them together.
             changed = self.problem.total(sum(changes))
             if step + _STEPS >= _FEWEST and changed <= _AT_REST * budget:
                 break
@@ -318,12 +330,15 @@ class _JointSearch:
         w, d, u, change = self.weight[rows], self.d[rows], self.u[rows], self.change[rows]
         b = torch.empty_like(w)
         for _ in range(_STEPS):
+            # w − b = (ρ/σ·(w − d + u) + (1 − ρ/σ)(w − b₀))·σ(H + σI)⁻¹, the formula 4 of `bind`
+            # with σ moved to the inverse: only the scalar ρ/σ changes while a matrix is shared.
             torch.sub(w, d, out=b).add_(u).mul_(ratio).add_(change, alpha=1 - ratio)
             times_inverse(b, change)
             torch.sub(w, change, out=b).add_(u)  # b + u: the weights that the mask is taken from
             pruned = _smallest(self.problem, b)
             torch.mul(b, (~pruned).to(b.dtype), out=d)
             torch.sub(b, d, out=u)
+        # Only the last step's mask is compared: a removal undone within one penalty is no change.
         changed = float((pruned ^ self.pruned[rows]).sum())
         self.pruned[rows] = pruned
         return changed

@@ -50,6 +50,8 @@ class Unstructured(_Grouped):
 
     def budget(self, rows: int, columns: int) -> int:
         """Return the number of weights to remove from the first `columns`, rounded half up."""
+        # Not `round`, which rounds halves to even. The budget never falls as columns are added, so
+        # that no block of `select` gets a negative count.
         return min(math.floor(self.sparsity * rows * columns + 0.5), rows * columns)
 
     def select(self, scores: Tensor, start: int) -> Tensor:
@@ -65,6 +67,7 @@ class Unstructured(_Grouped):
     def select_in_rows(self, scores: Tensor) -> Tensor:
         """Mark the same number of lowest scores in each row. Returns bool (rows, columns)."""
         count = self.budget(1, scores.shape[1])
+        # A stable sort, since `topk` does not promise an order of ties.
         ranked = scores.sort(dim=1, stable=True).indices[:, :count]
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranked, True)
 
@@ -110,6 +113,7 @@ class SemiStructured(_Grouped):
         members = scores.unflatten(1, (scores.shape[1] // self.group, self.group)).unbind(2)
         # rank(i) = #{j: s_j < s_i, or s_j = s_i and j < i}, counted pair by pair from rank(i) = i,
         # which is faster than sorting for short groups.
+        # No rank leaves 0 … M − 1 on the way: i rises at most M − 1 − i times and falls at most i.
         dtype = torch.int8 if self.group < 128 else torch.int16
         ranks = [torch.full_like(members[0], k, dtype=dtype) for k in range(self.group)]
         for i, j in itertools.combinations(range(self.group), 2):
@@ -175,6 +179,7 @@ def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
         return Unstructured(sparsity)
     if not isinstance(pattern, str) or pattern.strip().isdecimal():
         raise PatternError(_unquoted_message(pattern))
+    # ASCII, since \d otherwise accepts the digits of all scripts.
     match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", pattern, flags=re.ASCII)
     if match is None:
         raise PatternError(
@@ -194,6 +199,8 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     # The same selection by a partition, which NumPy does many times as fast as torch sorts. Of the
     # scores that tie with the last selected one, the later ones may be surplus.
     last = float(np.partition(scores.numpy(), count - 1)[count - 1])
+    # At least `count` scores are ≤ last and fewer than `count` are below it, so that the surplus
+    # lies among the ties alone.
     selected = scores <= last
     surplus = int(selected.count_nonzero()) - count
     if surplus > 0:

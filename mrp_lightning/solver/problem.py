@@ -26,6 +26,7 @@ class InputShift(TokenSum):
         """Add a batch of inputs X_d and X̂, (..., columns) each, whose rows are the same tokens."""
         with torch.inference_mode(False), torch.no_grad(), full_float32(pruned.device):
             inputs = pruned.detach().reshape(-1, self.columns).float()
+            # Subtracted before the product: of two sums, nearly equal, only rounding would remain.
             difference = dense.detach().reshape(-1, self.columns).float() - inputs
             self._sum_on(inputs.device).addmm_(difference.T, inputs, alpha=2)
             self.num_tokens += len(inputs)
@@ -62,6 +63,7 @@ def dense_target(
         return wide
     with full_float32(weight.device):
         missing = wide.to(exact.dtype) @ shift.to(exact.dtype)
+        # UᵀU = (H + λI)⁻¹: two products with U, and no inverse is formed.
         change = (missing @ exact.factor.T) @ exact.factor
     return torch.add(wide, change.to(wide.dtype), alpha=target_weight)
 
@@ -99,12 +101,15 @@ class Problem:
         Unstructured patterns rank the rows of all processes together.
         """
         if isinstance(self.pattern, Unstructured):
+            # All processes rank the same scores and ties, so that their masks agree without more
+            # messages. The groups of other patterns lie within a row.
             everywhere = self.processes.gather_rows(scores, self.rows)
             return self.pattern.select(everywhere, start)[self.processes.share(self.rows)]
         return self.pattern.select(scores, start)
 
     def total(self, share: float) -> float:
         """Return the sum of a number over all processes; `share` is the number of this process."""
+        # `fsum` rounds once, so that the sum does not depend on the order of the shares.
         return math.fsum(number for (number,) in self.processes.numbers(share))
 
     def loss(self, weight: Tensor, aim: Tensor) -> float:
@@ -174,10 +179,12 @@ def output_energy(change: Tensor, hessian: Tensor) -> float:
     with full_float32(change.device):
         energy = _sum((change @ hessian) * change) / 2
     uncorrelated = _sum(change.square() * hessian.diagonal()) / 2
+    # NaN fails the comparison and is computed in float64 too.
     if not wide and not 1e-3 * uncorrelated <= energy < math.inf:
         # The changes cancel in the outputs, as happens with few tokens, so that a float32 result
         # would be rounding error; or the products overflow float32.
         return output_energy(change.double(), hessian)
+    # Rounding can make it negative. NaN as the first argument of `max` is returned as it is.
     return max(energy, 0.0)
 
 

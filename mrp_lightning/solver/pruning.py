@@ -198,8 +198,10 @@ def prune_together(
     the same solutions. The recipes have the same grid, on which the rows of all weights are put at
     once: its search is column by column, and a GPU takes as long for one row as for thousands.
     """
+    # All before the first solution: a misfit of the last weight must not cost the work on others.
     for task in tasks:
         _check_columns(task, inputs)
+    # The bounds of rounding errors are those of full float32, whatever the caller allows elsewhere.
     with torch.inference_mode(False), torch.no_grad(), full_float32(inputs.hessian.device):
         solved = [_remove(task, inputs, processes) for task in tasks]
         if solved[0].task.recipe.grid is not None:
@@ -227,6 +229,7 @@ def _remove(task: LayerTask, inputs: InputHessian, processes: Processes) -> _Sol
     """Choose the weights to remove, and compensate for them."""
     recipe, method, dtype = task.recipe, task.recipe.method, task.weight.dtype
     problem = recipe.problem(task.weight, inputs, task.progress, processes)
+    # The loss of the result is measured from the dense weight, also if there is a target.
     dense = problem.weight
     if task.target is not None:
         problem = replace(problem, weight=task.target.to(dense.dtype))
@@ -235,6 +238,7 @@ def _remove(task: LayerTask, inputs: InputHessian, processes: Processes) -> _Sol
     else:
         result = method.compensation.apply(problem, method.mask)
     # Against the target, which is the dense weight itself if there is none.
+    # After the cast, since its rounding is a part of the loss of the layer.
     target_loss = problem.loss(result.cast(dtype), problem.weight)
     smallest = _by_smallest(problem, method, target_loss, dtype)
     result, target_loss = smallest or (result, target_loss)
@@ -287,9 +291,13 @@ def _solution(layer: _Solved, processes: Processes) -> Solution:
     task, problem, result = layer.task, layer.problem, layer.result
     inputs, recipe, rows = problem.inputs, task.recipe, len(task.weight)
     weight = result.cast(task.weight.dtype)
+    # Methods without an inverse did not use λ: to ask for H + λI would factorise it in vain, and
+    # might fail for an H that they can do with.
     inverts = recipe.grid is not None or recipe.method.needs_inverse
     ratio = problem.damped.ratio if inverts else recipe.damping
     gathered = processes.gather_rows(weight, rows)
+    # All processes check all rows: if one raised alone, the others would wait for it in the next
+    # collective call.
     if not bool(gathered.isfinite().all()):
         raise HessianError(
             f"{inputs.label}: the compensated weight is out of the range of {weight.dtype}. "
@@ -326,6 +334,9 @@ def _by_smallest(
         return None
     pruned = smallest_of_blocks(problem)
     uncompensated = problem.loss(problem.weight.masked_fill(pruned, 0), problem.weight)
+    # 1. Losses are sums over all processes, so that all take the same branch and make the same
+    #    collective calls.
+    # 2. A loss that is not finite is an error of the dtype, which `_solution` raises.
     if not uncompensated < loss < math.inf:
         return None
     whole = replace(problem, block_size=problem.inputs.columns)

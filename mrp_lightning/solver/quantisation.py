@@ -52,6 +52,7 @@ def on_grid(
         The weight on the grid, (rows, columns), in the dtype of `weight`, and its parameters, in
         float32. The loss of each row is at most that after the column sweep alone.
     """
+    # Errors of feedback and gradient grow with the inflation that `float32_suffices` bounds.
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
     quantised = torch.empty_like(weight)
     empty = weight.new_empty(len(weight), grid.groups(weight.shape[1]), dtype=torch.float32)
@@ -72,6 +73,7 @@ def on_grid(
         pairs = zip(descent.numbers(), swept, strict=True)
         codes, *numbers = [torch.where(better, last, first).T for last, first in pairs]
         parameters = GridParameters(*numbers).map(Tensor.float)
+        # By the engines' formula from float32 parameters: the stored codes give these values again.
         quantised[rows] = grid.values(codes, parameters).to(weight.dtype)
         chosen.scales[rows] = parameters.scales
         if chosen.minima is not None and parameters.minima is not None:
@@ -104,8 +106,10 @@ def put_on_grid(
         problems = [recipe.problem(weight, inputs, progress, processes) for weight in weights]
         stacked = torch.cat([problem.weight for problem in problems])
         pruned = torch.zeros_like(stacked, dtype=torch.bool)
+        # The zeros of a pruned weight are its mask; a dense recipe lets zeros move as all others.
         if not isinstance(recipe.pattern, Dense):
             pruned = stacked == 0
+        # `on_grid` reads H + λI and the progress of a problem, which weights with one input share.
         quantised, parameters = on_grid(problems[0], stacked, pruned, recipe.grid)
         sizes = [len(problem.weight) for problem in problems]
         shares = zip(quantised.split(sizes), parameters.split(sizes), strict=True)
@@ -167,7 +171,13 @@ class _Descent:
     def sweep(self) -> None:
         """Round column after column to the grid, and let the later columns compensate."""
         swept, factor = self.target.clone(), self.damped.factor
+        # An error e in column j moves each later column k by −e·U_jk / U_jj: the optimum of the
+        # later columns if all up to j are fixed.
         moves = factor / factor.diagonal()[:, None]
+        # 1. A group's scales are chosen when the sweep reaches it, from weights that hold the
+        #    feedback of all columns before; earlier ones would fit weights that still change.
+        # 2. Later panels get the feedback of a panel in one product: none of their columns is
+        #    rounded before it.
         for panel in self._panels():
             errors = torch.empty_like(swept[panel])
             for group, piece in self._pieces(panel):
@@ -175,6 +185,8 @@ class _Descent:
                     self._choose_units(group, swept)
                     self._choose(group, swept)
                 codes, scale = self.codes[piece], self.scales[group]
+                # The step of a removed weight is 0, so that its whole value is an error to
+                # compensate for. The code that it gets meanwhile is cleared after the loop.
                 steps, within = self.kept[piece] * scale, moves[piece, piece]
                 values, missed = swept[piece], errors[piece.start - panel.start :][: len(codes)]
                 if self.minima is not None:
@@ -192,9 +204,11 @@ class _Descent:
     def improve(self) -> None:
         """Set each scale to its optimum for its codes, and each code to its optimum, in turn."""
         matrix = self.damped.matrix
+        # Computed anew in each pass, so that errors of its updates do not add up over the passes.
         gradient = matrix @ (self.x - self.target)
         for panel in self._panels():
             previous = self._x(panel)
+            # A view: later groups of the panel need the gradient after the steps of earlier ones.
             inside = gradient[panel]
             for group, piece in self._pieces(panel):
                 if piece.start == group * self.grid.group_size:
@@ -214,6 +228,8 @@ class _Descent:
         matrix, codes, scale = self.damped.matrix, self.codes[piece], self.scales[group]
         within, steps = matrix[piece, piece], self.kept[piece] * scale
         minus_previous, moved = codes * -steps, torch.empty_like(codes)
+        # The minimum is at x_j − g_j / H_jj, in codes c_j − g_j / (H_jj·scale). The divisor is the
+        # scale and not the step, which is zero for removed weights.
         per_code = -1 / (within.diagonal()[:, None] * scale)
         slope = gradient[own].clone()
         # The loss as a function of x_j alone is a parabola: the code nearest to its minimum is the
@@ -230,6 +246,8 @@ class _Descent:
         """Choose the unit of the scales of groups, at the first of them, by their free scales."""
         if self.units is None or group % self.grid.together:
             return
+        # The later groups still lack feedback: their free scales serve for the unit alone, and the
+        # sweep chooses their scales anew when it reaches them.
         groups = range(group, min(group + self.grid.together, len(self.scales)))
         among = slice(groups.start, groups.stop)
         if self.minima is None or self.minimum_units is None:
@@ -283,6 +301,8 @@ class _Descent:
             codes = grid.nearest_((values + minima[:, None]) / scales[:, None])
             sums, squares = weights @ codes, weights @ codes.square()
             products = weights @ (codes * values)
+            # The normal equations of Σ h·(scale·c − minimum − v)², solved for the scale first, so
+            # that the minimum makes up for the rounding of the scale.
             fitted = (total * products - sums * mean) / (total * squares - sums.square())
             # Equal codes, a division by zero, and codes in the reverse order keep the try's scale.
             scales = torch.where(fitted > 0, grid.round_scales(fitted, units), scales)
@@ -299,6 +319,7 @@ class _Descent:
     def _choose_scales(self, group: int, swept: Tensor, units: Tensor | None) -> Tensor:
         """Search for the scales that fit a group's present weights best, by diag(H + λI)."""
         columns = self._columns(group)
+        # Feedback reaches removed weights, too, which will be zero and have no part in the search.
         values = swept[columns] * self.kept[columns]
         weights = self.damped.matrix.diagonal()[columns]
         peaks = values.gather(0, values.abs().max(0, keepdim=True).indices)[0]

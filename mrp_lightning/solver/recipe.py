@@ -64,6 +64,7 @@ def parse_method(name: str, *, tolerance: float | None = None) -> Method:
         MethodError: There is no such method; the message lists all.
         OptionError: The tolerance is out of range.
     """
+    # All are made, so that a tolerance out of range is an error for every method.
     instances = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
     compensations: dict[str, Compensation] = {each.name: each for each in instances}
     parts = NAMED.get(name, name).split("+") if isinstance(name, str) else []
@@ -171,6 +172,7 @@ class Recipe:
                 "`block_size` must be a positive number of columns, or None for all columns; got "
                 f"{size!r}."
             )
+        # A mask that is chosen at once for the whole layer has no blocks that could split a group.
         splits = size is not None and self.method.mask.by_block and size % pattern.group
         if splits:
             raise PatternError(
@@ -211,6 +213,7 @@ class Recipe:
             OptionError: Another setting is out of range, or contradicts the others.
         """
         is_sparse = settings.sparsity is not None or settings.pattern is not None
+        # Zeros that are cut out with their columns need no code.
         grid = _grid(settings, holds_zeros=is_sparse and leaves_zeros)
         of_head = settings.head_grid
         head_grid = None if of_head is None else grid_named(of_head, "head_grid")
@@ -254,7 +257,9 @@ class Recipe:
     ) -> Problem:
         """Return the problem of this process's rows of a weight (rows, columns)."""
         rows = len(weight)
+        # Either dtype decides: float32 would round a float64 Hessian as it would a weight.
         wide = torch.float64 in (weight.dtype, inputs.dtype)
+        # The share comes before the conversion, which would copy the rows of all processes, too.
         share = weight.detach()[processes.share(rows)]
         return Problem(
             weight=share.to(torch.float64 if wide else torch.float32),
@@ -280,6 +285,8 @@ def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
     name, bits, group_size = settings.grid, settings.bits, settings.group_size
     if name is not None:
         grid = grid_named(name)
+        # A default group size cannot be distinguished from the same number as an argument, so that
+        # it contradicts no grid.
         stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
         contradictions = [
             f"`{argument}` {value!r}"

@@ -74,6 +74,7 @@ def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
         with no_bars():
             return load_dataset(TABLES[kind], data_files=str(path), split="train", **options)
     except Exception as error:  # builders of `datasets` raise errors of many types
+        # `datasets` wraps the reader's error in one of its own that names no line or byte.
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         if isinstance(cause, PermissionError) and cause.filename != str(path):
             raise DataError(
@@ -150,6 +151,8 @@ def _text_of(path: Path, argument: str) -> str:
 def _is_json(text: str) -> bool:
     """Return whether a text is JSON: an array, an object, or lines that start with an object."""
     start = text.lstrip()
+    # The first line alone comes first: it shows JSON lines, which as a whole are no JSON. An empty
+    # array or object counts as text, since it holds no document in any reading.
     for part, opening in ((start.partition("\n")[0], "{"), (start, ("[", "{"))):
         if part.startswith(opening):
             with suppress(ValueError, RecursionError):
@@ -168,6 +171,7 @@ def _text_of_row(
         except ValueError as error:
             row, problem = None, f"{problem} ({error})"
     if isinstance(row, dict):
+        # The key that the user names goes before `messages`: tables may have both.
         value = row.get(column, row.get(_MESSAGES))
         if isinstance(value, str):
             return value

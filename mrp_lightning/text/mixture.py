@@ -119,6 +119,9 @@ def exclusive_keys(calibration: object) -> list[list[Keys]]:
     # A mixture, or the model's own text, concerns calibration alone: the text to evaluate on may
     # come from any argument.
     named = _named_keys(calibration)
+    # 1. Text to evaluate on has one origin.
+    # 2. So has text to calibrate on. A key that the mixture itself names is a part of it, not a
+    #    rival, and is left out of both rules.
     rules: list[list[Keys]]
     rules = [[files, ("dataset",), ("evaluation",)], [("train_files",), ("calibration",)]]
     return [[tuple(key for key in keys if key not in named) for keys in rule] for rule in rules]
@@ -201,6 +204,8 @@ class Mixture:
 
     def counts(self, windows: int) -> dict[str, int]:
         """Return the number of windows of each source, apportioned by the largest remainders."""
+        # n_i = ⌊s_i·n⌋, and the n − Σ n_i windows that remain go to the largest s_i·n − n_i. The
+        # tolerance keeps a product such as 0.29·100 = 28.999… from losing a window by rounding.
         exact = {name: share * windows for name, share in self.shares.items()}
         counts = {name: math.floor(part + _TOLERANCE) for name, part in exact.items()}
         by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
@@ -218,6 +223,8 @@ class Mixture:
         """Draw windows (count, length), int64, of all sources, interleaved by `interleaved`."""
         counts = self.counts(count)
         parts = {name: self.sources[name].draw(cutter, n, seed) for name, n in counts.items()}
+        # A text shorter than a window gives shorter windows, a matrix that cannot be joined with
+        # others.
         short = [name for name, part in parts.items() if part.shape[1] != cutter.length]
         if short and len(parts) > 1:
             raise DataError(
@@ -234,6 +241,8 @@ def interleaved(parts: list[Tensor]) -> Tensor:
     Every contiguous slice has about these proportions, so that a limit on the number of batches, or
     the windows that tuning holds out, takes its share of each source.
     """
+    # Window i of n stands at (i + ½)/n of [0, 1]; every source is spread evenly over the whole. The
+    # stable sort settles ties by the order of the sources.
     positions = [(torch.arange(len(part)) + 0.5) / len(part) for part in parts]
     order = torch.cat(positions).argsort(stable=True)
     return torch.cat(parts)[order]

@@ -105,6 +105,8 @@ def standard_library(split: Split) -> Iterator[str]:
         directories[:] = {*directories} - {"site-packages", "dist-packages"}
         paths += (Path(directory, name) for name in names if name.endswith(".py"))
     for path in sorted(paths):
+        # `hash` of a string differs from process to process, and the number of a file from version
+        # to version. A checksum of the path keeps each file in its split if others come or go.
         bucket = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()[0] % 16
         if split != {0: "test", 1: "validation"}.get(bucket, "train"):
             continue
@@ -153,6 +155,7 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if _is_text(file, path))
+    # `Path.glob` takes relative patterns alone: an absolute one is searched from its root.
     pattern = str(path.relative_to(path.anchor))
     return sorted(file for file in Path(path.anchor).glob(pattern) if file.is_file())
 
@@ -217,6 +220,8 @@ class TextFiles(TextSource):
         texts = documents_of_files(self.of(split), self.column, argument, self.conversation)
         if not self.hold_out:
             return texts
+        # Whole documents are the better test, since the end of a document depends on its start. A
+        # tenth of few documents would be none or one.
         if len(texts) >= _DOCUMENTS:
             return [text for i, text in enumerate(texts) if (i % 10 != 9) == is_training]
         cuts = [_last_tenth(text) for text in texts]
@@ -230,6 +235,8 @@ def _last_tenth(text: str) -> int:
     """Return the index at which the last tenth of a text begins, at a line's start if possible."""
     start = len(text) * 9 // 10
     line = text.find("\n", start) + 1
+    # A line's start counts only if it leaves at least a twentieth of the text: in a text of one
+    # long line it would leave nothing.
     return line if 0 < line < len(text) - len(text) // 20 else start
 
 
@@ -263,6 +270,8 @@ class DatasetText(TextSource):
                 "a `datasets.DatasetDict`.",
                 "dataset",
             )
+        # Many data sets publish no test split. The reverse stays an error: a test split that stood
+        # in for validation would be read before the test.
         name = "validation" if split == "test" and "test" not in splits else split
         if name not in splits:
             raise DataError(f"there is no split {name!r}, but {sorted(splits)}.", "dataset")
@@ -349,6 +358,7 @@ class PublishedText(TextSource):
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
         """Draw random windows (count, length), int64, as SparseGPT does."""
+        # Not `Cutter.within`: the protocol has windows of the full length, or none.
         return cutter.random(self.documents("train"), count, seed, self.name, self.segments)
 
     def windows(self, cutter: Cutter, split: Split, limit: int | None = None) -> Windows:
@@ -363,6 +373,8 @@ class PublishedText(TextSource):
 
     def path_of(self, file: str) -> Path:
         """Return the local path of a file in the repository, downloading it if need be."""
+        # A given directory is complete or an error: the hub is not asked for the rest, so that one
+        # run never mixes two copies.
         if self.directory is not None:
             for folder in (self.repository, self.name):
                 if (copy := self.directory / folder / file).is_file():
@@ -384,6 +396,7 @@ def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
     paths: list[Path] = []
     commands: dict[PublishedText, list[str]] = {}
     reasons: list[OSError] = []
+    # All files are tried before the first error, so that one message has every command.
     for text in texts:
         for file in text.files(split):
             try:

@@ -42,6 +42,9 @@ class Windows(Dataset[Any]):
         if not self.prefix:
             return ids
         labels = ids.clone()
+        # Without a prefix, the first token of a window has nothing before it and is not predicted;
+        # so it is not predicted after one either, and both perplexities are means over the same
+        # tokens.
         labels[: self.prefix + 1] = _IGNORED
         return {"input_ids": ids, "labels": labels}
 
@@ -111,6 +114,8 @@ def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: 
     The length of the text is estimated from a tokenized sample. A warning reports that windows
     repeat text, or are fewer.
     """
+    # Every `step`-th document, at most 64 of them, spread over the whole: the first ones may be of
+    # one kind. Tokenizing all would take longer than the draws themselves.
     step = -(-len(documents) // _SAMPLED_DOCUMENTS)
     sample = [documents[index] for index in range(0, len(documents), step)]
     parts = [document[:_SAMPLED_CHARACTERS] for document in sample]
@@ -124,6 +129,7 @@ def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: 
     fits = available_tokens // draws.length
     if available_tokens >= drawn_tokens:
         return draws.count
+    # count·length ≤ 16·tokens, at least one window: more windows would cost time and add no text.
     count = min(draws.count, max(1, _MOST_READINGS * available_tokens // draws.length))
     fewer = "" if count == draws.count else f" {count:,} are drawn."
     _warn(
@@ -162,6 +168,8 @@ def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
             "sequence_length",
         )
     draw = random.Random(draws.seed)
+    # `randint` includes its upper end, and the protocol subtracts one more, so that the last token
+    # is never drawn. The published windows depend on this, and on Python's own generator.
     starts = [draw.randint(0, len(tokens) - draws.length - 1) for _ in range(draws.count)]
     return torch.stack([tokens[start : start + draws.length] for start in starts]).long()
 
@@ -189,6 +197,11 @@ def segments_of_documents(
     draw = random.Random(draws.seed)
     too_short: set[int] = set()
     windows: list[Tensor] = []
+    # 1. A document is drawn again and again until one is long enough: each failed draw advances the
+    #    generator, as in the protocol, so documents must not be filtered beforehand.
+    # 2. Only then is the start drawn.
+    # 3. Failures are counted by distinct documents, so that the loop ends where none is long
+    #    enough.
     while len(windows) < draws.count:
         index = draw.randint(0, len(documents) - 1)
         tokens = tokens_of(index)
@@ -223,6 +236,8 @@ def segments_across_documents(
     draw = random.Random(draws.seed)
     windows: list[Tensor] = []
     for _ in range(draws.count):
+        # Every document is equally likely to be the first, whatever its length. After the last one
+        # the text goes on with document 0, so that each start has a continuation.
         first = draw.randrange(len(documents))
         parts: list[Tensor] = []
         size = 0
@@ -233,6 +248,8 @@ def segments_across_documents(
                 break
         else:
             raise _too_short(name, size, draws.length)
+        # Any start at which the segment fits into the parts read, the last one included: size −
+        # length + 1 of them.
         start = draw.randrange(size - draws.length + 1)
         # A copy, since a view would keep all parts in memory.
         windows.append(torch.cat(parts)[start : start + draws.length].clone())
@@ -296,6 +313,8 @@ class Cutter:
     @cached_property
     def _added(self) -> tuple[Tensor, Tensor]:
         """The tokens that the tokenizer puts before and after a text."""
+        # whole = start + bare + end. A single letter leaves the least room for another split
+        # between special tokens. The first match is the shortest start.
         bare = tokenize(self.tokenizer, "a", special_tokens=False).tolist()
         whole = tokenize(self.tokenizer, "a").tolist()
         starts = range(len(whole) - len(bare) + 1)
@@ -314,6 +333,8 @@ class Cutter:
         Raises:
             DataError: The text has too few tokens for a window.
         """
+        # Documents are read only until a window is full, and at most 100 characters of each for a
+        # needed token: a text of gigabytes costs no more than a short one.
         needed_tokens, tokens = self.length - len(self.prefix), 0
         for document in documents:
             part = document[: _MOST_CHARACTERS * needed_tokens]
@@ -354,6 +375,8 @@ class Cutter:
         windows have a prefix. Of a long text only the beginning is tokenized, if `limit` allows it.
         """
         if isinstance(text, str):
+            # Without a limit the part is at least as long as the text, and `_beginning` reads the
+            # whole.
             num_tokens = (limit or len(text)) * (self.length - len(self.prefix))
             tokens = self._beginning(text, num_tokens)
         else:
@@ -369,6 +392,8 @@ class Cutter:
         A tokenizer may split the end of a text otherwise where the text goes on, so that the last
         tokens of a part are no tokens of the whole.
         """
+        # The part doubles until it has enough tokens. All attempts together cost at most twice the
+        # last, and the tokens are those of the whole text, since the uncertain end is dropped.
         size = _CHARACTERS * num_tokens
         while size < len(text):
             tokens = tokenize(self._bare, text[:size])[:-_END]
@@ -379,6 +404,8 @@ class Cutter:
 
     def _bare(self, text: Any, *, add_special_tokens: bool, verbose: bool) -> Any:
         """Tokenize a text, without special tokens where windows have a prefix."""
+        # With a prefix, each window begins with these tokens already, and those of a document's
+        # start would stand a second time in the middle of a window.
         add_special_tokens &= not len(self.prefix)
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=verbose)
 

@@ -53,6 +53,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values, as integers, and the bits of some rows."""
     kept = _kept(weight)
+    # Integers keep every bit of NaN.
     return as_integers(weight)[kept], pack_places(kept)
 
 
@@ -66,6 +67,7 @@ def pack_places(kept: Tensor) -> Tensor:
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
     """Return the weight (rows, columns) that was packed, equal to the bit."""
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
+    # `masked_scatter_` takes the values row after row, the order in which `pack` writes them.
     kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
     integers = as_integers(values)
     weight = integers.new_zeros(kept.shape).masked_scatter_(kept, integers)
@@ -74,6 +76,7 @@ def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
 
 def row_offsets(bits: Tensor) -> Tensor:
     """Return the index of the first value of each row, int64 (rows,)."""
+    # The sum before each row, without its own values: the first row begins at 0.
     counts = count_bits(bits)
     return counts.cumsum(0) - counts
 
@@ -83,6 +86,8 @@ def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
     marked = int(count_bits(bits).sum())
     if marked != values.numel():
         return f"{marked} weights are marked as kept, and there are {values.numel()} values"
+    # Equal counts are not enough: `unpack` drops bits past the last column, and all later values
+    # would move by one.
     return f"bits are set beyond its {columns} columns" if unused_bits(bits, columns) else None
 
 
@@ -102,6 +107,7 @@ def count_bits(bits: Tensor) -> Tensor:
 
 def _kept(weight: Tensor) -> Tensor:
     """Return where any bit but the sign is set, which treats NaN and denormals alike on any CPU."""
+    # The largest integer of 16, 32 or 64 bits has all bits but the sign.
     integers = as_integers(weight)
     return integers & torch.iinfo(integers.dtype).max != 0
 

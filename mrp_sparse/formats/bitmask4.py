@@ -69,11 +69,14 @@ def _pack_rows(codes: Tensor) -> Tensor:
     """Return the bytes of the nibbles of some rows."""
     groups = GRID.grouped(codes).flatten(0, 1)
     kept = groups != 0
+    # −8 … −1 become 0 … 7, and 1 … 8 become 8 … 15: the gap at 0 needs no code.
     nibbles = (groups + 8 - (groups > 0).to(torch.int8)).view(torch.uint8)
     # Non-zero codes go to the front of their group, zeros to the extra column behind it.
     places = torch.where(kept, kept.cumsum(1) - 1, GROUP)
     front = nibbles.new_zeros(len(groups), GROUP + 1).scatter_(1, places, nibbles)
     pairs = front[:, 0:GROUP:2] | front[:, 1:GROUP:2] << 4
+    # An odd group ends with an unused high nibble, so that each group begins at a byte and can be
+    # read, or cut, without those before it.
     return pairs[_first(bytes_of_groups(kept.sum(1)), GROUP // 2)]
 
 
@@ -87,9 +90,12 @@ def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tenso
     if not nibbles.numel():
         return scales.new_zeros(rows, columns)
     # The n-th stored code of a group is nibble n % 2 of its byte n // 2.
+    # Indices of int32 take half the memory of torch's default, and reach 2³¹ − 1 bytes.
     number = kept.cumsum(2, dtype=torch.int32) - 1
     lengths = bytes_of_groups(number[:, :, -1] + 1).flatten()
     starts = lengths.cumsum(0, dtype=torch.int32) - lengths
+    # Before the first kept weight of a group `number` is −1, and empty groups at the end start past
+    # the last byte: the clamp makes these indices valid, and `where` drops their values.
     byte = (starts.view(rows, groups, 1) + (number >> 1)).clamp(0, nibbles.numel() - 1)
     pairs = nibbles.index_select(0, byte.flatten()).view(kept.shape)
     nibble = pairs >> (number & 1).to(torch.uint8) * 4 & 15
@@ -116,6 +122,7 @@ def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str |
         return f"the weights marked as kept take {needed} bytes, and there are {nibbles.numel()}"
     if unused_bits(bits, columns):
         return f"bits are set beyond its {columns} columns"
+    # No code is larger than 8: if −8·scale is finite, so is each weight of the group.
     if count := int((~(scales * -_LARGEST).isfinite()).sum()):
         return f"{count} scales are not finite, or make weights that are not"
     return None

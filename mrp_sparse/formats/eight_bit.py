@@ -32,12 +32,15 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     peaks = weight.abs().amax(1, keepdim=True).float()
     scales = torch.where(peaks > 0, peaks / LARGEST, 1.0).to(weight.dtype)
+    # The scales are rounded before the division, since `unpack` multiplies by the rounded ones. One
+    # that was rounded down gives quotients above 127, which the clamp bounds.
     codes = (weight.float() / scales.float()).round_().clamp_(-LARGEST, LARGEST)
     return codes.to(torch.int8), scales.flatten()
 
 
 def unpack(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the weight (..., columns), code·scale, in the dtype of the scales (...)."""
+    # Integers to 127 are exact in bfloat16, of 8 significant bits: only the product is rounded.
     return codes.to(scales.dtype) * scales[..., None]
 
 
@@ -47,6 +50,7 @@ def damage(codes: Tensor, scales: Tensor) -> str | None:
         return f"expected int8 and floating-point scales, got {codes.dtype} and {scales.dtype}"
     if len(scales) != len(codes):
         return f"there are {len(scales)} scales for {len(codes)} rows"
+    # int8 has −128, too, which `pack` never writes.
     if count := int((codes < -LARGEST).sum()):
         return f"{count} numbers are below {-LARGEST}"
     if count := int((~((scales * LARGEST).isfinite() & (scales > 0))).sum()):

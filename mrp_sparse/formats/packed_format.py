@@ -79,4 +79,5 @@ def different_bits(first: Tensor, second: Tensor) -> int:
     """Return the number of values that differ in a bit; all where shapes or dtypes differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return second.numel()
+    # As numbers, NaN would differ from itself and −0.0 would equal +0.0.
     return int((as_integers(first) != as_integers(second)).sum())

@@ -26,6 +26,7 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
     """
     method = settings.get("quant_method", form.quant_method)
     unknown = sorted(map(str, settings.keys() - _KEYS))
+    # The version comes first: another one may have other keys, and its error names the remedy.
     if "format_version" in settings:
         _check_version("format_version", settings["format_version"], form.version)
     if unknown or method != form.quant_method:
@@ -43,6 +44,7 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
             "`quantization_config` is not as mrp-lightning writes it. Export the pruned model "
             f"again.\n{listed}"
         )
+    # Last, since only now is it known to be an object with a number.
     if "head" in settings:
         _check_version("head.format_version", settings["head"]["format_version"], HEAD_VERSION)
 
@@ -64,6 +66,7 @@ def _of_modules(modules: Any, *, counted: bool) -> Iterator[str]:
         return
     if counted and isinstance(modules, dict):
         for name, size in modules.items():
+            # `isinstance` would accept `true`, since bool is a kind of int.
             if type(size) is not int or size < 0:
                 yield f"`modules.{name}` is {shortened(size)}, expected a whole number from 0"
     elif not counted and isinstance(modules, list | tuple):

@@ -28,6 +28,7 @@ def rows(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int) ->
     first, last = begin, end
     if form.row_offsets is not None:
         offsets = form.row_offsets(others[0])
+        # `row_offsets` has no entry for the end of the last row.
         first, last = (int(offsets[r]) if r < len(offsets) else len(values) for r in (begin, end))
     return [values[first:last], *(other[begin:end] for other in others)]
 
@@ -49,6 +50,7 @@ def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int)
     values, places, *_ = tensors
     first, last = begin // BYTE, bytes_of(end)
     if form is BITMASK4:
+        # The nibbles of a group are whole bytes, so that the mask has one element for each byte.
         groups = slice(begin // GROUP, num_groups(end))
         lengths = bytes_of_groups(count_bits(groups_of_bits(places)).view(len(places), -1))
         inside = torch.zeros_like(lengths, dtype=torch.bool)
@@ -62,4 +64,5 @@ def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int)
         inside = torch.tensor([False, True, False]).expand_as(runs)
         chosen = inside.flatten().repeat_interleave(runs.flatten())
         return [values[chosen], places[:, first:last]]
+    # 2:4 keeps two values of every four columns in each row: a cut of both is a plain slice.
     return [values[:, begin // 2 : end // 2], places[:, first:last]]

@@ -19,6 +19,8 @@ _COLUMNS_MULTIPLE = 2 * GROUP
 def _slots(bits: int) -> tuple[int, int]:
     """Return the two stored columns of a group whose non-zero columns are the set bits."""
     columns = range(GROUP)
+    # The sort is stable: columns that are not zero, then the others, both ascending. The two are
+    # then ordered, so that a nibble with first ≥ second shows damage.
     nonzero_first = sorted(columns, key=lambda column: not bits >> column & 1)
     first, second = sorted(nonzero_first[:2])
     return first, second
@@ -77,10 +79,12 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
             f"This weight is not 2:4: {broken} of {weight.numel() // GROUP} groups of four columns "
             "have more than two non-zeros."
         )
+    # Only groups with fewer than two non-zeros store a zero: −0.0 would survive there alone.
     groups = positive_zeros(weight)[0].unflatten(1, (-1, GROUP))
     nonzero = groups != 0
     bits = sum(nonzero[..., column].to(torch.int32) << column for column in range(GROUP))
     assert isinstance(bits, Tensor)
+    # `bits` is below 16: two small tables replace sorting each group.
     slots = torch.tensor(_SLOTS, device=weight.device)[bits]
     nibbles = torch.tensor(_NIBBLES, dtype=torch.uint8, device=weight.device)[bits]
     values = groups.gather(2, slots).flatten(1)
@@ -116,6 +120,7 @@ def spread(values: Tensor, meta: Tensor) -> Tensor:
     slots = torch.stack((nibbles & 3, nibbles >> 2), dim=-1).long()
     rows, groups = nibbles.shape
     weight = values.new_zeros(rows, groups, GROUP)
+    # The two columns of a valid nibble differ, so that no value overwrites another.
     return weight.scatter_(2, slots, values.view(rows, groups, 2)).flatten(1)
 
 

@@ -47,6 +47,7 @@ def multiply_coded(
         ValueError: Input and weight differ in dtype.
     """
     del eight_bits
+    # Codes are integers: the weight's dtype is that of its scales.
     _check_dtypes(x, scales)
     if not _by_triton(x):
         return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
@@ -65,6 +66,7 @@ def _product(
 
     columns = x.shape[-1]
     flat = x.reshape(-1, columns)
+    # `product` decodes the weight again for every 16 tokens; unpacking decodes it once for all.
     if len(flat) > FEW_TOKENS:
         return F.linear(x, triton_bitmask.unpack(values, bits, scales, offsets, columns), bias)
     y = triton_bitmask.product(flat, values, bits, scales, offsets, bias)
@@ -80,5 +82,7 @@ def _check_dtypes(x: Tensor, floating: Tensor) -> None:
 
 def _by_triton(x: Tensor) -> bool:
     """Return whether Triton multiplies: 16 bits, some tokens, and addresses of 32 bits."""
+    # No program is launched for no tokens. Only x is bounded: the unpacked weight is addressed with
+    # 64 bits.
     is_16_bits = x.dtype in (torch.bfloat16, torch.float16)
     return is_16_bits and 0 < x.numel() < LARGEST and triton_missing(x.device) is None

@@ -42,6 +42,7 @@ class PackedWeight(NamedTuple):
     compressed: Tensor | None = None
 
 
+# Frozen, hence hashable: `dispatch.choose` caches its result by the call.
 @dataclass(frozen=True)
 class Call:
     """The shapes of a product to compute: (tokens, in) times the transpose of (out, in).
@@ -72,6 +73,7 @@ class Kernel:
     configs: tuple[Mapping[str, int], ...] = ({},)
 
 
+# Cached by device, so that the trial runs, and its failure is logged, only once.
 @functools.cache
 def triton_missing(device: torch.device) -> str | None:
     """Return the reason why Triton cannot be used on a device, or `None`.
@@ -106,8 +108,10 @@ def _refuse_triton(call: Call) -> str | None:
     if call.dtype not in _TRITON_DTYPES:
         name = str(call.dtype).removeprefix("torch.")
         return f"the Triton kernels take float16 and bfloat16, not {name}"
+    # A byte of `meta` holds two groups of four columns, and programs read whole bytes.
     if call.in_features % 8:
         return f"in_features {call.in_features} is not a multiple of 8"
+    # Of W (out·in), x (tokens·in) and y (tokens·out) the largest decides.
     wide = max(call.out_features, call.in_features)
     largest = max(call.out_features * call.in_features, call.tokens * wide)
     if largest >= LARGEST:
@@ -134,6 +138,7 @@ def _refuse_cusparselt(call: Call) -> str | None:
         return "there are no tokens"
     if reason := why_not_compressible(call):
         return reason
+    # Not built on demand, since the operator may run inside a CUDA graph.
     return None if call.compressed else "the weight was not compressed for cuSPARSELt"
 
 
@@ -172,6 +177,7 @@ def _unpack_dense(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tenso
 
 def _unpacked(values: Tensor, meta: Tensor) -> Tensor:
     """Return the dense weight, by the Triton kernel where it runs, else by `spread`."""
+    # With one token the size of W alone can be refused.
     call = Call(1, values.shape[0], 2 * values.shape[1], values.dtype, values.device)
     if values.is_cuda and _refuse_triton(call) is None:
         from mrp_sparse.kernels import triton_kernels
@@ -186,6 +192,8 @@ def _interpreting() -> bool:
     return triton_kernels.interpreting()
 
 
+# Without measurements few tokens take the first usable kernel in its first configuration: both
+# orders are behaviour. `unpack-dense` is last, since it refuses nothing.
 KERNELS: dict[str, Kernel] = {
     "triton-gemv": Kernel(
         functools.partial(_by_triton, "gemv"),

@@ -19,6 +19,7 @@ def load() -> bool:
     A wheel has them. In a checkout they are built when it is installed, or by the first call after
     a source has changed. If there are none, a warning gives the reason and the next step, once.
     """
+    # The cache alone lets two threads run `_load` at the same time, and both would build.
     with _lock:
         return _load()
 

@@ -26,6 +26,7 @@ def missing(device: torch.device) -> str | None:
     """Return the reason why cuSPARSELt cannot be used on a device, or `None`."""
     if device.type != "cuda":
         return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
+    # The build is checked before the capability, since that question starts CUDA.
     if not torch.backends.cusparselt.is_available():
         return f"torch {torch.__version__} was built without cuSPARSELt"
     if lacking := {"transpose_result", *DEFAULT} - upstream.arguments_of_cusparselt():
@@ -61,6 +62,8 @@ def compress(weight: Tensor) -> Tensor:
 
 def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int) -> Tensor:
     """Return x Wᵀ + b (tokens, out), contiguous, for x (tokens, in)."""
+    # The sparse operand is the left one, hence W xᵀ, which is transposed back. Padded tokens give
+    # the last rows of y, which the slice drops: rows do not influence each other.
     return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[: x.shape[0]]
 
 

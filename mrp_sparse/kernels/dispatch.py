@@ -86,6 +86,8 @@ class KernelTimes:
         """
         tokens = call.tokens
         shape = call.out_features, call.in_features, str(call.dtype).removeprefix("torch.")
+        # tokens / 2 ≤ m.tokens ≤ 2·tokens, in whole numbers. One token has a kernel of its own, so
+        # that its times predict nothing for two.
         same = [
             m
             for m in self.measurements
@@ -95,12 +97,14 @@ class KernelTimes:
         ]
         if not same:
             return []
+        # Of equal ratios the smaller number wins: the order of a set must not decide.
         nearest = min({m.tokens for m in same}, key=lambda n: (max(n, tokens) / min(n, tokens), n))
         return sorted((m for m in same if m.tokens == nearest), key=lambda m: m.microseconds)
 
     def merged(self, measurements: Iterable[Measurement]) -> "KernelTimes":
         """Return these times, newer ones replacing older ones of the same problem."""
         new = tuple(measurements)
+        # A problem is replaced whole: a kernel that fails now must not win by its older time.
         measured = {m.problem for m in new}
         older = tuple(m for m in self.measurements if m.problem not in measured)
         return KernelTimes(self.environment, older + new)
@@ -109,6 +113,7 @@ class KernelTimes:
         """Write JSON; an interrupted write leaves the old file."""
         content = {"version": VERSION, **asdict(self)}
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A rename within one folder is atomic, and the process id separates two writers.
         written = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             written.write_text(json.dumps(content, indent=1))
@@ -131,6 +136,7 @@ class KernelTimes:
             )
         try:
             rows = tuple(Measurement(**row) for row in content["measurements"])
+            # `not … > 0` refuses NaN, too, which `<= 0` would accept.
             if any(not isinstance(row.config, dict) or not row.microseconds > 0 for row in rows):
                 raise ValueError("a row without `config` or `microseconds`")
             return cls(dict(content["environment"]), rows)
@@ -196,16 +202,19 @@ def multiply(
     return y.view(*x.shape[:-1], out_features)
 
 
+# Cached, since every product asks; `use_times` clears the cache.
 @functools.lru_cache(maxsize=4096)
 def choose(call: Call) -> tuple[str, Mapping[str, int]]:
     """Return the name in `KERNELS` of the kernel for a call, and its configuration."""
     kernels = usable(call)
     rows = known_times(call.device).at(call)
+    # Rows are sorted by time. The fastest may lack its layout here: then the next one is taken.
     measured = next((row for row in rows if row.kernel in kernels), None)
     if measured is not None:
         name, config = measured.kernel, measured.config
     else:
         order = KERNELS if call.tokens <= _FEW_TOKENS else _MANY_TOKENS_ORDER
+        # `unpack-dense` is in both orders and refuses nothing, so that there is always a name.
         name = next(name for name in order if name in kernels)
         config = KERNELS[name].configs[0]
     log.debug("%s runs by %s %s", call, name, config)
@@ -218,6 +227,7 @@ def known_times(device: torch.device) -> KernelTimes:
     if key not in _times:
         here = environment(device)
         path = cache_path(here)
+        # Set before the file is read, so that a damaged one is reported once, not at each product.
         _times[key] = KernelTimes(here)
         if path.exists():
             try:

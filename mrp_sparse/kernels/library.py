@@ -45,6 +45,7 @@ def path() -> Path:
         BuildError: There is neither a library nor a source.
     """
     if files := sources():
+        # The flags are part of the digest: with other ones the same sources are another library.
         content = b"\0".join([*(file.read_bytes() for file in files), " ".join(_FLAGS).encode()])
         return FOLDER / f"{STEM}-{hashlib.sha256(content).hexdigest()[:12]}.so"
     if built := sorted(FOLDER.glob(f"{STEM}-*.so")):
@@ -73,9 +74,11 @@ def build() -> Path:
         raise BuildError("torch, whose headers are needed, is not installed")
     home = Path(torch.origin).parent
     try:
+        # In the same folder, so that `replace` is an atomic rename: no process loads half a file.
         with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".building-") as aside:
             made = Path(aside) / target.name
             command = [
+                # The map of prefixes keeps this machine's paths out of a library for wheels.
                 *(*compiler, *_FLAGS, f"-ffile-prefix-map={FOLDER}=mrp_sparse/kernels"),
                 *("-isystem", str(home / "include"), str(FOLDER / "cpu" / "operators.cpp")),
                 *("-o", str(made), f"-L{home / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu"),
@@ -87,6 +90,7 @@ def build() -> Path:
             made.replace(target)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error
+    # A process that runs an older library keeps it: on Linux this removes the name alone.
     for old in FOLDER.glob(f"{STEM}-*.so"):
         if old != target:
             old.unlink(missing_ok=True)

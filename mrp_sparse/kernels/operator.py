@@ -48,6 +48,8 @@ def linear24(
     Returns:
         The product (..., rows), contiguous.
     """
+    # Once loaded, the library's kernel for the CPU comes before this one: the call by name reaches
+    # it, and later products do not come here.
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear24(x, weight, meta, bias, compressed)
     return F.linear(x, spread(weight, meta), bias)
@@ -144,6 +146,7 @@ def _check_columns(fit: Any) -> None:
 @linear24.register_fake
 def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tensor:
     del meta
+    # The same error as of the kernels, already while a model is traced.
     _check_columns(x.shape[-1] == 2 * weight.shape[1])
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -184,11 +187,14 @@ def _backward(
     unpack: Callable[..., Tensor], bias: int, ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input and the bias, for prompts, adapters and attributions."""
+    # Input 0 is x; the packed tensors follow. A gradient of `None` for them would freeze a weight
+    # that the user believes to be trained.
     if any(ctx.needs_input_grad[1 : 1 + len(ctx.saved_tensors)]):
         raise NotImplementedError(
             "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
             "with `weight.requires_grad_(False)`."
         )
+    # From y = x Wᵀ + b: ∂L/∂x = ∂L/∂y · W, and ∂L/∂b is the sum of ∂L/∂y over all tokens.
     grads: list[Tensor | None] = [None] * ctx.num_inputs
     if ctx.needs_input_grad[0]:
         grads[0] = grad @ unpack(*ctx.saved_tensors, ctx.columns)
@@ -206,11 +212,13 @@ def _autocast(
     ]
     if operator is linear24 and cast[1] is not operands[1]:
         cast[4:] = [None]  # cuSPARSELt's layout holds the weight in its original dtype
+    # Under autocast the call would come back to this wrapper, without end.
     with torch.autocast(device, enabled=False):
         return operator(*cast)
 
 
 def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
+    # Autocast leaves float64 as it is, in `F.linear` too.
     if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
@@ -224,6 +232,7 @@ for _operator, _name, _unpack, _stored, _floating in (  # floating operands, the
     (linear_bitmask4, "linear_bitmask4", BITMASK4.unpack, 3, (0, 3, 5)),
     (linear8, "linear8", lambda *stored: eight_bit.unpack(*stored[:2]), 2, (0, 2, 3)),
 ):
+    # `partial` binds the values of this pass; a lambda would read those of the last one.
     _operator.register_autograd(
         functools.partial(_backward, _unpack, _floating[-1]),
         setup_context=functools.partial(_save, _stored),

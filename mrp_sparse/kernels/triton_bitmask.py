@@ -32,12 +32,14 @@ def _kept(bits_ptr, row, column, COLUMNS: tl.constexpr):  # type: ignore[no-unty
         other=0,
     ).to(tl.int32)
     kept = (byte >> (column % 8)[None, :]) & 1
+    # Without the weight itself: its rank is the number of weights kept before it.
     return kept, tl.cumsum(kept, 1) - kept
 
 
 @triton.jit
 def _values(values_ptr, position, size, kept, rank):  # type: ignore[no-untyped-def]
     """Return the 16 bits of each weight, and where the values of the next columns begin."""
+    # Damaged bits may count more values than there are: `size` bounds every read.
     at = position[:, None] + rank
     inside = (kept == 1) & (at >= 0) & (at < size)
     return tl.load(values_ptr + at, mask=inside, other=0), position + tl.sum(kept, 1)
@@ -58,6 +60,7 @@ def _coded(nibbles_ptr, position, size, kept, rank, scale, BF16: tl.constexpr, W
         rounded = weight.to(tl.bfloat16)
     else:
         rounded = weight.to(tl.float16)
+    # Groups begin at whole bytes: one of n codes takes ⌈n / 2⌉.
     return rounded, position + (tl.sum(kept, 1) + 1) // 2
 
 
@@ -85,6 +88,8 @@ def product_program(  # type: ignore[no-untyped-def]
     """Multiply TOKENS tokens by ROWS rows, STEP columns at a time."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # Rows past the end read the last row again, so that loads need no mask; the store drops them.
+    # `position` carries the values of earlier columns, so that columns are walked in order.
     read = tl.minimum(row, out_features - 1)
     position = tl.load(offsets_ptr + read)
     y = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -92,6 +97,7 @@ def product_program(  # type: ignore[no-untyped-def]
         column = start + tl.arange(0, STEP)
         kept, rank = _kept(bits_ptr, read, column, COLUMNS)
         if CODED:
+            # STEP is GROUP: one scale of each row serves the whole step.
             groups: tl.constexpr = (COLUMNS + STEP - 1) // STEP
             bits = tl.load(scales_ptr + read * groups + start // STEP).to(tl.int32)
             weight, position = _coded(
@@ -100,6 +106,8 @@ def product_program(  # type: ignore[no-untyped-def]
         else:
             stored, position = _values(values_ptr, position, size, kept, rank)
             weight = _operand(stored, BF16, WIDE)
+        # Weights past the last column are 0 already. The mask of x is needed all the same: an
+        # address past the row may hold NaN, and 0 · NaN is NaN.
         inside = (token < tokens)[None, :] & (column < COLUMNS)[:, None]
         x = tl.load(x_ptr + token[None, :] * COLUMNS + column[:, None], mask=inside, other=0)
         y = tl.dot(weight, _operand(x, BF16, WIDE), y)
@@ -144,6 +152,7 @@ def unpack_program(  # type: ignore[no-untyped-def]
         else:
             weight, position = _values(values_ptr, position, size, kept, rank)
         tl.store(
+            # rows · columns of a large weight passes 2³¹.
             y_ptr + row[:, None].to(tl.int64) * COLUMNS + column[None, :],
             weight,
             mask=(row < out_features)[:, None] & (column < COLUMNS)[None, :],
@@ -195,6 +204,8 @@ def unpack(
     """Return the dense weight (rows, columns), in one pass over memory; see `product`."""
     dtype = values.dtype if scales is None else scales.dtype
     rows = bits.shape[0]
+    # Values of 16 bits are copied as integers; codes become numbers, which the interpreter has in
+    # float32 alone.
     written = torch.int16 if scales is None else _result(0, 0, scales).dtype
     y = torch.empty(rows, columns, dtype=written, device=bits.device)
     with _on(bits):

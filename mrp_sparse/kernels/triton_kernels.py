@@ -59,6 +59,7 @@ def gemv(
             UNROLL=unroll,
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
+            # Four groups for each of 32 threads are 128 groups a warp.
             num_warps=rows * groups // 128,
         )
     return y.to(x.dtype)
@@ -123,6 +124,7 @@ def gemm(
 def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) -> Tensor:
     """Return the dense weight (out, in), equal to the bit, in one pass over memory."""
     out_features, width = values.shape[0], 2 * values.shape[1]
+    # A group of four columns of 16 bits is one int64, which a thread writes at once.
     y = torch.empty(out_features, width // 4, dtype=torch.int64, device=values.device)
     grid = (triton.cdiv(out_features, rows), triton.cdiv(width // 4, groups))
     with _on(values):
@@ -135,6 +137,7 @@ def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) ->
 def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same bits as words of `dtype`, at an address that is aligned for vector loads."""
     tensor = tensor.contiguous()
+    # A slice of a larger tensor may begin at any element; a clone begins aligned.
     if tensor.data_ptr() % 16:
         tensor = tensor.clone()
     return tensor.view(dtype)

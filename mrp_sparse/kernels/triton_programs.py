@@ -51,14 +51,17 @@ def gemv_program(  # type: ignore[no-untyped-def]
         byte = tl.load(
             meta_ptr + row[:, None] * (COLUMNS // 8) + pair[None, :], mask=whole, other=0
         ).to(tl.int32)
+        # The even group is the low nibble. Bits above a nibble stay: each use masks them.
         nibble = tl.join(byte, byte >> 4).reshape(ROWS, GROUPS)
         # As wide as the weights, although all rows read the same values: loads of one shape share a
         # layout, so that threads exchange nothing.
         four = tl.load(x_ptr + row[:, None] * 0 + group[None, :], mask=inside, other=0)
+        # Column i of a group is bits 16·i to 16·i + 15. `(nibble & 12) << 2` is 16·i₁.
         first = (four >> ((nibble & 3) << 4).to(tl.int64)).to(tl.int32)
         second = (four >> ((nibble & 12) << 2).to(tl.int64)).to(tl.int32)
         partial += _widen(two, BF16) * _widen(first, BF16)
         partial += _widen(two >> 16, BF16) * _widen(second, BF16)
+    # Each group has a sum of its own until here: threads exchange data once, not in every step.
     y = tl.sum(partial, 1)
     if BIAS:
         y += tl.load(bias_ptr + row, mask=row < out_features, other=0).to(tl.float32)
@@ -136,12 +139,15 @@ def gemm_program(  # type: ignore[no-untyped-def]
         byte = tl.load(meta_ptr + at, mask=inside, other=0).to(tl.int32)
         even = _columns(kept.to(tl.int32), byte)
         odd = _columns((kept >> 32).to(tl.int32), byte >> 4)
+        # The axes that the joins add are (group, column // 2, column % 2): flattened, they are in
+        # the order of the columns.
         weight = tl.join(
             tl.join(_column(even, odd, 0), _column(even, odd, 2)),
             tl.join(_column(even, odd, 1), _column(even, odd, 3)),
         )
         weight = weight.reshape(y.shape[:-1] + (8 * PAIRS,))  # noqa: RUF005  (Triton cannot unpack)
         column = 8 * start + x_column
+        # Both operands are 0 past the last column, so that the last step may be partial.
         inside = (x_token < tokens) & (column < COLUMNS)
         x = tl.load(x_ptr + x_token * COLUMNS + column, mask=inside, other=0)
         y = tl.dot(_operand(weight, BF16, WIDE), _operand(x, BF16, WIDE), y)

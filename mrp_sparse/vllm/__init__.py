@@ -24,6 +24,7 @@ def register() -> None:
             "install one of these, or a newer mrp-sparse.",
             *(OLDEST, NEWEST, version),
         )
+    # Both import vLLM: at the top of the file they would load it together with the package.
     from mrp_sparse.vllm import configuration, reading
 
     configuration.register()
@@ -31,5 +32,7 @@ def register() -> None:
 
 
 def _is_tested(version: str) -> bool:
+    # Numbers are compared, since "0.9" is above "0.29" as text. The list is sorted exactly if
+    # OLDEST ≤ version ≤ NEWEST; patch releases count as their minor version.
     numbers = [tuple(map(int, re.findall(r"\d+", v)[:2])) for v in (OLDEST, version, NEWEST)]
     return numbers == sorted(numbers)

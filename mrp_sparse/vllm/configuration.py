@@ -85,6 +85,8 @@ class PackedConfig(QuantizationConfig):
         Raises:
             FormatError: It was written in another version of the format, or is damaged.
         """
+        # `check_settings` skips missing keys. The default makes a file without a version one of
+        # another version, which is refused.
         settings: Mapping[str, Any] = {"format_version": None, **config}
         check_settings(cls.form, settings)
         return cls(settings.get("modules", ()), settings.get("head", {}).get("module"))
@@ -101,6 +103,8 @@ class PackedConfig(QuantizationConfig):
             return self._method_of_vocabulary(layer, prefix)
         if isinstance(layer, LinearBase):
             return self._method_of_linear(prefix)
+        # A module of another kind has no loader for packed tensors: the error comes here, while the
+        # model is built, and not in the middle of reading.
         inside = sorted(name for name in self.modules if name.startswith(f"{prefix}."))
         if inside:
             raise FormatError(
@@ -114,11 +118,13 @@ class PackedConfig(QuantizationConfig):
 
     def _method_of_linear(self, prefix: str) -> Any:
         parent, _, name = prefix.rpartition(".")
+        # vLLM's name of a merged layer (qkv_proj) is in no file: `modules` has q_proj and others.
         parts = [
             f"{parent}.{part}".removeprefix(".")
             for part in self.packed_modules_mapping.get(name, [name])
         ]
         packed = [part for part in parts if part in self.modules]
+        # Parts that will be unpacked count, too: `reading` refuses packed layers without a reader.
         self.claimed.update(packed)
         if not packed:
             return UnquantizedLinearMethod()
@@ -135,6 +141,8 @@ class PackedConfig(QuantizationConfig):
         if self.head is None:
             return None
         self.is_tied = _is_tied()
+        # With ties the embeddings and the head read the same 8 bits. Without, only the layer of the
+        # head's name has them, and the embeddings stay dense.
         if not self.is_tied and not (is_head and prefix == self.head):
             return None
         self.claimed.add(self.head)

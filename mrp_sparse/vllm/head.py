@@ -51,6 +51,8 @@ class EightBitMethod(PackedMethod):
     def tie_weights(self, layer: ParallelLMHead, embed_tokens: Any) -> ParallelLMHead:
         """Let a head use the tensors of the embeddings, which are read under their name."""
         layer.tied_to = (embed_tokens,)  # in a tuple, so that it is no submodule of the head
+        # The parameters are still empty. Their loaders fill the table, and the head takes its
+        # tensors in `process_weights_after_loading`.
         for name in ("weight", "weight_scales"):
             setattr(layer, name, getattr(embed_tokens, name))
         layer.arrivals = embed_tokens.arrivals
@@ -59,6 +61,8 @@ class EightBitMethod(PackedMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Join what was read; a tied head takes it from its embeddings."""
         (table,) = getattr(layer, "tied_to", (layer,))
+        # vLLM calls this for the table and for the head, in either order. The first call finishes
+        # the table and deletes `packed_parts`; the second only assigns.
         if hasattr(table, "packed_parts"):
             super().process_weights_after_loading(table)
         layer.weight, layer.weight_scales = table.weight, table.weight_scales

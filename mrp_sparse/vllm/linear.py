@@ -75,11 +75,13 @@ def parts_of(layer: Any, sizes: Sequence[int], output_size: int) -> list[Part]:
         shard = layer.shard_indices
         begin, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         return [Part(layer.org_vocab_size, begin, end, sizes[0] - (end - begin))]
+    # All rows are here: there is one worker, or the layer is replicated or split by columns.
     if sum(sizes) == output_size:
         return [Part(size, 0, size) for size in sizes]
     parts = []
     for index, size in enumerate(sizes):
         # Where workers outnumber the heads of keys and values, several hold the same head.
+        # Part 0 is q, whose heads are never repeated; layers without heads lack the attribute.
         copies = getattr(layer, "num_kv_head_replicas", 1) if index else 1
         rank = layer.tp_rank // copies
         parts.append(Part(size * layer.tp_size // copies, rank * size, (rank + 1) * size))
@@ -115,6 +117,8 @@ class Arrivals:
     def take(self, name: str, param: Any, tensor: Tensor, shard: Any = None) -> None:
         """Take one tensor of a packed part, as the `weight_loader` of a parameter."""
         del param
+        # A permuted copy has the right shape and passes all checks of `why_not`: only the mark
+        # shows it. It counts as arrived, so that it is not reported as missing, too.
         if not is_from_file(tensor):
             self._wrong.append(
                 f"{name} is not as in the file: this class of model rearranges it while reading, "
@@ -177,6 +181,7 @@ class PackedMethod(LinearMethodBase):
                 of layer reads weights in its own way.
         """
         _check_class(layer)
+        # Worker r begins at column r·columns: if `columns` is a multiple of `cut`, so is this.
         columns, cut = input_size_per_partition, slices.unit(self.form)
         if columns != input_size and columns % cut:
             raise FormatError(
@@ -205,6 +210,10 @@ class PackedMethod(LinearMethodBase):
         tensors: list[Tensor],
     ) -> str | None:
         """Keep the slices of a layer of the checkpoint that this worker multiplies with."""
+        # 1. The weight is checked whole, since bits and values agree in number only before a cut.
+        # 2. Columns are cut next, once for all parts: this changes each row's first value, which
+        #    `slices.rows` computes from the bits that it is given.
+        # 3. Rows are cut part by part; `first` is the part's first row in the fused weight.
         first_column, columns, all_columns = split
         shape = sum(parts[index].rows for index in indices), all_columns
         if wrong := why_not(self.form, shape, tensors):
@@ -218,6 +227,7 @@ class PackedMethod(LinearMethodBase):
             first += part.rows
             layer.packed_parts[index] = [_copied(tensor, device, dtype) for tensor in rows]
             if part.padding:
+                # All formats store row after row: packed zeros may follow packed rows.
                 zeros = torch.zeros(part.padding, columns, dtype=dtype, device=device)
                 pairs = zip(layer.packed_parts[index], self.form.pack(zeros), strict=True)
                 layer.packed_parts[index] = [torch.cat(pair) for pair in pairs]
@@ -232,6 +242,7 @@ class PackedMethod(LinearMethodBase):
             joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
             setattr(layer, name, nn.Parameter(joined, requires_grad=False))
         if self.form.row_offsets is not None:
+            # From the joined bits: offsets of a part would count from its own first value.
             offsets = self.form.row_offsets(getattr(layer, self.form.places))
             layer.register_buffer("weight_offsets", offsets, persistent=False)
 
@@ -301,12 +312,15 @@ class PartlyPackedMethod(UnquantizedLinearMethod):
                 load(dense, rows, shard)
             return None
 
+        # `weight` names the packed values in one file and the dense part in another. The dense
+        # parameter keeps this name, and its loader `take` distinguishes the two.
         arrivals = Arrivals(layer, self.form, len(output_partition_sizes), receive)
         layer.arrivals = arrivals
         _register_empty(layer, self.form, params_dtype)
         layer.weight = dense
 
         def take(param: Any, tensor: Tensor, shard: Any = None) -> None:
+            # Packed values are 1-D, half as wide, or integers: none is floating with all columns.
             is_dense = tensor.is_floating_point() and tensor.shape[1:] == (input_size,)
             if not is_dense:
                 arrivals.take("weight", param, tensor, shard)
@@ -337,6 +351,9 @@ def why_not(form: PackedFormat, shape: tuple[int, int], tensors: Sequence[Tensor
     """Return why these tensors are not a packed weight of a shape, `None` if they are."""
     if reason := form.why_not(shape):
         return reason
+    # The files may have another floating dtype than the layer: `_copied` casts, so that the
+    # format's shapes and integer dtypes are compared alone. On the meta device this takes no
+    # memory.
     dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
     with torch.device("meta"):
         expected = form.empty(shape, tensors[0].numel(), dtype)
@@ -368,6 +385,7 @@ def _register_empty(layer: Any, form: PackedFormat, dtype: torch.dtype) -> None:
 
 
 def _check_class(layer: Any) -> None:
+    # A subclass that overrides `weight_loader` fails this identity; one that inherits it passes.
     if not any(type(layer).weight_loader is known.weight_loader for known in _KNOWN):
         raise FormatError(
             f"{layer.prefix}: a {type(layer).__name__} reads its weights in its own way, which "

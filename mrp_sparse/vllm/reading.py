@@ -32,11 +32,13 @@ def register() -> None:
 
     @functools.wraps(load)
     def load_whole(self: Any, model: nn.Module, model_config: Any) -> None:
+        # Errors of other models keep their type: this package must not change how they are read.
         if model_config.quantization not in CONFIGS:
             return load(self, model, model_config)
         try:
             return load(self, model, model_config)
         except FormatError:
+            # It names the layer and the next step already.
             raise
         except Exception as error:  # classes of models have code of their own for each tensor
             raise FormatError(
@@ -60,6 +62,9 @@ def watch(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[t
         FormatError: Packed layers have no counterpart in vLLM's model, or were not read whole; all
             are listed.
     """
+    # 1. Names come first: a packed layer without a reader is an error before any tensor is read.
+    # 2. Ties come before the first tensor, since they decide the name under which it is yielded.
+    # 3. Only after the last tensor can one be missing, since they come in any order.
     config = _config_of(model)
     _check_names(model, config)
     head, table = _tied_head(model, config)
@@ -72,6 +77,7 @@ def watch(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[t
     arrivals = (getattr(module, "arrivals", None) for module in model.modules())
     problems = [problem for a in arrivals if isinstance(a, Arrivals) for problem in a.problems()]
     if problems:
+        # Tied layers share their arrivals, whose problems would be listed twice.
         listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
         raise FormatError(f"The checkpoint cannot be read whole. {EXPORT_AGAIN}\n{listed}")
     methods = [getattr(module, "quant_method", None) for module in model.modules()]

@@ -204,12 +204,18 @@ def test_the_runtime_needs_neither_the_others_nor_their_packages():
     ("purpose", "start", "most"),
     [
         ("prune_weight", "mrp_lightning.solver.pruning", 4500),
-        ("from_pretrained of a packed model", "mrp_sparse.huggingface", 4400),
+        ("from_pretrained of a packed model", "mrp_sparse.huggingface", 4200),
     ],
 )
 def test_what_a_purpose_needs_can_be_read_in_an_afternoon(purpose, start, most):
     ours, _ = closure(start)
-    lines = {name: len(modules()[name].read_text().splitlines()) for name in sorted(ours)}
+    # Comments that give reasons make a file quicker to read, so they are not counted.
+    lines = {
+        name: sum(
+            not line.lstrip().startswith("#") for line in modules()[name].read_text().splitlines()
+        )
+        for name in sorted(ours)
+    }
     assert sum(lines.values()) <= most, (purpose, lines)
 
 
