@@ -223,9 +223,8 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
         f"{LAYERS} layers with random weights; eager. int4 is compressed-tensors in groups of "
         f"{GROUP}; sparse weights are `bitmask` and `bitmask4`. Tokens a second, medians of "
         f"interleaved rounds ({results[0]['rounds']}) on an idle machine. Prompts have "
-        f"{PROMPT} tokens. Decoding one sequence is bound by memory, which a virtual machine "
-        "shares: between runs on one machine, dense took 18.8 to 25.8 tokens a second, and sparse "
-        "weights of four bits were 1.9 to 2.4 times as fast."
+        f"{PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, which a "
+        "virtual machine shares, so that its speeds and ratios vary from run to run."
     )
     for result in results:
         rates, columns = result["rates"], list(result["rates"]["dense"])

@@ -111,7 +111,6 @@ def make_page(
     """
     models = find_models(runs)
     sections: list[dict[str, Any]] = []
-    # Names of models may be equal, and anchors of a page may not.
     for id_, model in zip(_unique([model.name for model in models]), models, strict=True):
         frame = ScoreFrame(model)
         sections.append(
@@ -246,7 +245,6 @@ def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
             yield _HeadValue(f"Perplexity on {named(text.of)}", value, _measured(frame, text))
     for setting, groups in model.by_setting().items():
         means = frame.means.loc[[(group.setting, group.label) for group in groups]]
-        # An infinite mean is no candidate for the best.
         finite = means.map(lambda value: value if isfinite(value) else None).astype(float)
         for score in [s for s in (*texts, RELATIVE_LOSS) if s in finite]:
             if finite[score].notna().any():
@@ -597,8 +595,6 @@ def _unique(names: Sequence[str]) -> list[str]:
     """Return the slugs of names, numbered from the second on if several are equal."""
     unique: list[str] = []
     for slug in map(_slug, names):
-        # A number may make a slug that another name has already, so numbers are tried until one is
-        # free.
         tries = (slug if i == 1 else f"{slug}-{i}" for i in itertools.count(1))
         unique.append(next(name for name in tries if name not in unique))
     return unique
