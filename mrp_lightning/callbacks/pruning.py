@@ -199,8 +199,10 @@ class PruningCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a Lightning checkpoint, made of its settings."""
-        return self._generate_state_key(**self.settings.state())
+        """The key of this callback's state in a Lightning checkpoint, made of all settings."""
+        # A report is only restored for the settings that it was made with: with any other, the
+        # model of the checkpoint is not yet pruned as asked.
+        return self._generate_state_key(**self.settings.config())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and the report, for a Lightning checkpoint of the model."""

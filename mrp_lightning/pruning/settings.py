@@ -29,11 +29,6 @@ _OF_BLOCKS = (
     *("true_sequential", "skip_indivisible"),
 )
 """Settings without a meaning where the output head alone is quantised."""
-_OF_STATE = (
-    *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
-    *("bits", "group_size", "grid", "zero_has_a_code", "target", "target_weight"),
-    *("allocation", "tuning", "structure"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,11 +318,6 @@ class Settings(LayerSettings):
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
-
-    def state(self) -> dict[str, Any]:
-        """Return the part of `config` that identifies the callback's state in a checkpoint."""
-        config = self.config()
-        return {name: config[name] for name in _OF_STATE}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -16,13 +16,14 @@ def trainer(callback, quiet):
 
 
 def test_a_checkpoint_carries_report_and_recipe(llama, loader, quiet, tmp_path):
-    module, callback = CausalLM(llama()), MRPCallback(pattern="2:4", damping=0.02, targets="mlp")
+    settings = {"pattern": "2:4", "damping": 0.02, "targets": "mlp"}
+    module, callback = CausalLM(llama()), MRPCallback(**settings)
     pruning = trainer(callback, quiet)
     pruning.predict(module, loader)
     pruning.save_checkpoint(tmp_path / "pruned.ckpt")
     torch.load(tmp_path / "pruned.ckpt", weights_only=True)
 
-    other, dense = MRPCallback(pattern="2:4", damping=0.02), CausalLM(llama())
+    other, dense = MRPCallback(**settings), CausalLM(llama())
     logits = trainer(other, quiet).predict(dense, loader, ckpt_path=tmp_path / "pruned.ckpt")
     assert other.report.to_dict() == callback.report.to_dict()
     assert other.settings == callback.settings
@@ -31,6 +32,21 @@ def test_a_checkpoint_carries_report_and_recipe(llama, loader, quiet, tmp_path):
     assert all(torch.equal(t, weights[n]) for n, t in dense.model.state_dict().items())
     with torch.no_grad():
         assert torch.allclose(logits[0], module(next(iter(loader))), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"head_grid": "q8_0"},
+        {"grid": "int4-g32", "balance": True},
+        {"targets": "mlp"},
+        {"true_sequential": True},
+    ],
+    ids=str,
+)
+def test_a_state_belongs_to_one_choice_of_settings(other):
+    one = MRPCallback(pattern="2:4", **{key: other[key] for key in other if key == "grid"})
+    assert MRPCallback(pattern="2:4", **other).state_key != one.state_key
 
 
 def test_a_callback_that_has_not_pruned_changes_nothing(llama, loader, quiet, tmp_path):
