@@ -6,14 +6,15 @@
 `lab/figures.yaml` lists passages of each page. In a passage, `{TABLE > CELL > … > COLUMN}` stands
 for a figure: TABLE is a file of lab/results, `bits#LLaMA` the tables under its heading "LLaMA", and
 the one row with all of these cells gives the value of the column. `{… > COLUMN:.2f}` writes it in
-another format than `.1f`, and `{A / B}` the quotient of two. White space in a passage matches any
-white space of the page.
+another format than `.1f`. `{A / B}` is a quotient, `{A - B}` a difference, and `{A - B / C - D}`
+the quotient of two differences. `{A?}` is a figure whose run may not be made yet: a dash until its
+row is there. White space in a passage matches any white space of the page.
 """
 
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import ROUND_HALF_UP, Decimal, localcontext
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +27,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "lab/results"
 PASSAGES = Path(__file__).with_suffix(".yaml")
 _SLOT = re.compile(r"\{([^{}]+)\}")
-_FIGURE = r"(?:\d[\d,]*(?:\.\d+)?)"
-_DECIMALS = "1f"
+_MISSING = "–"
+_FIGURE = rf"(?:\d[\d,]*(?:\.\d+)?|{_MISSING})"
+_FORMAT = "1f"
 
 
 class Figure(NamedTuple):
@@ -88,37 +90,54 @@ def figures_of(text: str, passage: str) -> Iterator[Figure]:
 
 
 def value_of(slot: str) -> str:
-    """Return the figure of a slot.
+    """Return the figure of a slot, without a percent sign: that is part of the passage.
 
     Raises:
         ValueError: There is no such table, or not exactly one such row with a number.
     """
     path, _, form = slot.partition(":.")
-    value, *divisors = map(cell_of, path.split(" / "))
-    for divisor in divisors:
-        value /= divisor
-    # As decimals, since a float of 30.25 would be rounded to the even 30.2.
-    digits = Decimal(10) ** -int((form or _DECIMALS).removesuffix("f"))
-    return str(value.quantize(digits, ROUND_HALF_UP))
+    if path.endswith("?") and not all(map(rows_of, cells_in(path.removesuffix("?")))):
+        return _MISSING
+    with localcontext(rounding=ROUND_HALF_UP):  # as decimals: a float of 30.25 is rounded to 30.2
+        value, *divisors = map(difference_of, path.removesuffix("?").split(" / "))
+        for divisor in divisors:
+            value /= divisor
+        return format(value, f".{form or _FORMAT}").removesuffix("%")
+
+
+def cells_in(path: str) -> list[str]:
+    """Return the paths of all cells in an expression of cells."""
+    return re.split(" - | / ", path)
+
+
+def difference_of(path: str) -> Decimal:
+    """Return the number in a cell, or the difference of the numbers in two."""
+    first, *others = map(cell_of, path.split(" - "))
+    return first - sum(others)
 
 
 def cell_of(path: str) -> Decimal:
     """Return the number in the column of the one row with these cells."""
+    cells = rows_of(path)
+    if len(cells) != 1:
+        raise ValueError(f"Not one row of lab/results has {path!r}, but {len(cells)}.")
+    (cell,) = cells
+    number = re.match(r"[\d,]+(\.\d+)?", cell)
+    if number is None:
+        raise ValueError(f"{path}: the cell is {cell!r}, no number.")
+    return Decimal(number[0].replace(",", ""))
+
+
+def rows_of(path: str) -> set[str]:
+    """Return the different cells of the column in the rows that have all cells of a path."""
     name, *cells, column = (part.strip() for part in path.split(" > "))
-    rows = {
+    return {
         str(row[column]).strip("*")
         for table in tables_of(name)
         if column in table
         for _, row in table.iterrows()
         if set(cells) <= set(row)
     }
-    if len(rows) != 1:
-        raise ValueError(f"{name} has {len(rows)} rows with {cells} in a table with {column!r}.")
-    (cell,) = rows
-    number = re.match(r"[\d,]+(\.\d+)?", cell)
-    if number is None:
-        raise ValueError(f"{path}: the cell is {cell!r}, no number.")
-    return Decimal(number[0].replace(",", ""))
 
 
 @cache

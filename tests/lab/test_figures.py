@@ -1,9 +1,13 @@
 """`lab/figures.py`: the figures of README and docs are those of the tables."""
 
+import itertools
 import re
 
+import evidence
 import figures
 import pytest
+
+from mrp_lightning.commands.sweep import read_sweep
 
 PAGES = figures.read_passages()
 NO_FIGURES = {"3.11", "0.5625", "0.1.0", "2.0"}
@@ -38,8 +42,39 @@ def test_a_figure_that_differs_is_replaced():
     assert figures.replaced(text, wrong) == "Of all, SM has 35.2,\nand 49.861 at 2:4: 35.3."
 
 
+def test_a_figure_may_be_a_share_of_a_difference():
+    tuned, pruned, dense = (
+        f"finetuning > {row} > perplexity @512" for row in (
+            "2:4, SM, then 300 steps", "2:4, SM", "dense"
+        )
+    )  # fmt: skip
+    share = f"{pruned} - {tuned} / {pruned} - {dense}:.0%"
+    assert figures.value_of(share) == "46"  # (8.540 - 8.267) / (8.540 - 7.944)
+
+
+def test_a_row_that_is_still_to_come_is_a_dash():
+    row = "evidence.csv > Qwen2.5-Coder-0.5B > 2:4 > XX > perplexity"
+    dense = "evidence.csv > Qwen2.5-Coder-0.5B > dense > WikiText2 > perplexity"
+    assert figures.value_of(f"{row} / {dense}?:.2f") == "–"
+    text = "It has – of it."
+    (figure,) = figures.figures_of(text, f"It has {{{dense}?}} of it.")
+    assert figures.replaced(text, [figure]) == "It has 33.4 of it."
+
+
+def test_rows_that_are_still_to_come_are_planned():
+    """No misspelt row stays a dash for ever: each has the cells of a run of the sweep."""
+    trials = read_sweep(["--config=configs/sweeps/evidence.yaml"]).trials
+    planned = [set(evidence.key_of(trial).values()) for trial in trials]
+    slots = re.findall(r"\{([^{}]+)\?(?::[^{}]*)?\}", figures.PASSAGES.read_text("utf-8"))
+    for path in itertools.chain.from_iterable(map(figures.cells_in, slots)):
+        table, *cells, column = path.split(" > ")
+        assert table == "evidence.csv"
+        assert column in evidence.COLUMNS
+        assert any(set(cells) <= key for key in planned), path
+
+
 def test_a_passage_or_a_row_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="0 passages like this"):
         list(figures.figures_of("no text", "a {smollm2 > 50% > SM > perplexity @512} b"))
-    with pytest.raises(ValueError, match=r"smollm2 has 0 rows with \['50%', 'XX'\]"):
+    with pytest.raises(ValueError, match="Not one row of lab/results has 'smollm2 > 50% > XX"):
         figures.value_of("smollm2 > 50% > XX > perplexity @512")
