@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import platform
 import re
 import shlex
@@ -50,6 +51,22 @@ def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for 
     except Exception as error:  # of many types: no name, no route, no certificate
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None
+
+
+_SPINS = "1000"
+"""Turns of libgomp's waiting loop, some ten microseconds, before a thread sleeps."""
+
+
+def wait_briefly() -> None:
+    """Make torch's threads sleep soon where they wait for each other; before torch is imported.
+
+    libgomp lets a thread that is finished wait in a loop of 300,000 turns, about ten milliseconds,
+    for the others. With other work on the machine the thread that is waited for is the one without
+    a core, so that the loop takes its time from it, at each of thousands of products. A user's own
+    OMP_WAIT_POLICY or GOMP_SPINCOUNT stays.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
 def silence_torchao() -> None:

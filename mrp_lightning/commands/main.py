@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mrp_lightning.cli.command import exit_on_mistake
-from mrp_lightning.environment import __version__, extra, silent_start
+from mrp_lightning.environment import __version__, extra, silent_start, wait_briefly
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
 _OF_LIGHTNING = {
@@ -49,6 +49,8 @@ def main(args: list[str] | None = None) -> None:
     SIGTERM ends it with status 143, even where Lightning would return 0.
     """
     words = sys.argv[1:] if args is None else args
+    if args is None:  # a caller in Python has its own environment
+        wait_briefly()
     try:
         with exit_on_mistake():
             _run(words, args)
