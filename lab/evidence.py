@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from html import escape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,10 @@ COLUMNS = (
 )  # fmt: skip
 KEY = ["model", "format", "method", "seed", "text", "engine"]
 DENSE = "dense"
-DRAWN = ("2:4", "50%")
-"""The formats of the picture."""
+DECIDING = ("2:4", "50%"), ("SparseGPT", "SM", "JM", "best")
+"""Formats and methods of the first table; the formats are those of the picture, too."""
+_TICKS = (1, 2, 5, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000, 2000)  # percent
+_DARK = "filter: invert(.9) hue-rotate(180deg)"  # the colours of a picture on dark paper
 _POLL = 0.2  # seconds
 
 
@@ -56,10 +60,12 @@ class Model:
 
     Args:
         weights: The number of its parameters, for the axis of the picture.
+        grid: The type from which its weights are read, which stands beside each of its results.
         note: Its source, and whom the grid of its weights flatters.
     """
 
     weights: float
+    grid: str
     note: str
 
 
@@ -229,11 +235,16 @@ def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
     """Write the page about the rows, and its picture."""
     page = Path(evidence.page)
     configs = " ".join(f"--config {path}" for path in evidence.sweep)
-    parts = [f"# {evidence.title}", evidence.description.strip(), "```\nmake evidence\n```"]
+    parts = [f"# {evidence.title}"]
+    parts += [markdown(deciding_table(evidence, rows)), _READING]
     drawn = loss_by_size(evidence, sweep, rows)
     if drawn is not None:
-        save_text(page.with_suffix(".svg"), on_paper(drawn))
-        parts.append(f"![{drawn.alt}]({page.stem}.svg)")
+        on_light = on_paper(drawn)
+        save_text(page.with_suffix(".svg"), on_light)
+        on_dark = on_light.replace("<svg ", f'<svg style="{_DARK}" ', 1)
+        save_text(page.with_name(f"{page.stem}-dark.svg"), on_dark)
+        parts += ["## How loss shrinks with size", in_both_colours(drawn, page.stem)]
+    parts += ["## The protocol", evidence.description.strip(), "```\nmake evidence\n```"]
     for name, model in evidence.models.items():
         of_model = rows[(rows["model"] == name) & (rows["engine"] == "")]
         parts += [f"## {name}", model.note.strip()]
@@ -242,6 +253,46 @@ def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
     parts.append(f"The runs are those of `mrp-lightning sweep {configs}`; each row of "
                  f"[the table]({Path(evidence.table).name}) has its own command.")  # fmt: skip
     save_text(page, "\n\n".join(parts) + "\n")
+
+
+_READING = """\
+Perplexity, and in parentheses how many times that of the dense model: lower is better. ± is the
+standard deviation over two seeds, which draw other calibration windows; a dash is a run that was
+not made yet. Weights that come from a grid of few bits flatter quantisation to few bits."""
+
+
+def deciding_table(evidence: Evidence, rows: pd.DataFrame) -> Table:
+    """Return perplexities by model and text, of the formats and methods that decide."""
+    formats, methods = DECIDING
+    rows = rows[rows["engine"] == ""]
+    values = pd.to_numeric(rows["perplexity"])
+    rows = rows.assign(value=values, times=values / pd.to_numeric(rows["dense_perplexity"]))
+    cells = []
+    for (name, text_name), of_text in rows.groupby(["model", "text"], sort=False):
+        dense = of_text.loc[of_text["format"] == DENSE, "value"]
+        for form in formats:
+            of_format = of_text[of_text["format"] == form]
+            if set(of_format["method"]) & set(methods):
+                runs = [of_format[of_format["method"] == method] for method in methods]
+                first = (str(name), str(text_name), evidence.models[str(name)].grid, form)
+                cells.append((*first, text(dense, numbers.perplexity), *map(_with_ratio, runs)))
+    header = ("text", "weights from", "format", DENSE, *methods)
+    return Table.of_rows("", header, cells, group="model")
+
+
+def _with_ratio(runs: pd.DataFrame) -> str:
+    """Format the perplexity of runs that differ by their seeds, and its ratio to the dense one."""
+    if runs.empty:
+        return numbers.MISSING
+    return f"{text(runs['value'], numbers.perplexity)} ({runs['times'].mean():.2f})"
+
+
+def in_both_colours(drawn: Picture, stem: str) -> str:
+    """Return the HTML of a picture that has a light and a dark file."""
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{stem}-dark.svg">\n'
+        f'  <img alt="{escape(drawn.alt)}" src="{stem}.svg">\n</picture>'
+    )
 
 
 def tables_of(rows: pd.DataFrame) -> Iterator[Table]:
@@ -282,7 +333,7 @@ def loss_by_size(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Pictur
     `None` where fewer than two models have a row in one of the drawn formats.
     """
     rows = rows[
-        rows["format"].isin(DRAWN) & (rows["engine"] == "") & (rows["dense_perplexity"] != "")
+        rows["format"].isin(DECIDING[0]) & (rows["engine"] == "") & (rows["dense_perplexity"] != "")
     ]
     if rows["model"].nunique() < 2:
         return None
@@ -301,29 +352,41 @@ def loss_by_size(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Pictur
 
 
 def draw(values: pd.Series, methods: dict[str, Any]) -> Figure:
-    """Draw a field for each text and format, and in it a line for each method."""
-    fields = list(dict.fromkeys((key[0], key[1]) for key in values.index))
-    figure = Figure(figsize=(3.4 * len(fields), 3.4), layout="constrained")
-    labels = [label for label in methods if label in values.index.get_level_values("method")]
+    """Draw a field for each text (rows) and format (columns), and in it a line for each method."""
+    lines = values.unstack("weights", sort=False).sort_index(axis=1)  # a column for each size
+    texts, formats = (lines.index.unique(level) for level in ("text", "format"))
+    figure = Figure(figsize=(3.9 * len(formats), 2.9 * len(texts)), layout="constrained")
+    fields = figure.subplots(len(texts), len(formats), squeeze=False, sharex=True, sharey=True)
+    labels = [label for label in methods if label in lines.index.get_level_values("method")]
     styles = dict(zip(labels, line_styles([methods[label] for label in labels]), strict=True))
-    for axes, field in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields, strict=True):
+    for axes, (text_name, form) in zip(fields.flat, product(texts, formats), strict=True):
         for label in labels:
-            key = (*field, label)
-            if key in values.index.droplevel("weights"):
-                line = values.loc[key].sort_index()
+            if (text_name, form, label) in lines.index:
+                line = lines.loc[(text_name, form, label)].dropna()
                 axes.plot(line.index, line, label=label, **styles[label])
-        axes.set(xscale="log", yscale="log", title=f"{field[0]}, {field[1]}")
-        sizes = sorted(values.loc[field].index.get_level_values("weights").unique())
-        axes.xaxis.set_major_locator(FixedLocator(sizes))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} M"))
+        axes.set(xscale="log", yscale="log", title=f"{text_name}, {form}")
+        axes.xaxis.set_major_locator(FixedLocator(list(lines.columns)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]))
+        axes.yaxis.set_major_locator(FixedLocator(_TICKS))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"+{value:g}%"))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.tick_params(labelcolor=INK)
-        axes.legend(frameon=False, fontsize=8)
+    handles = {
+        label: handle
+        for axes in fields.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    shown = [label for label in labels if label in handles]
+    figure.legend([handles[label] for label in shown], shown, loc="outside upper center",
+                  ncols=len(shown), frameon=False, fontsize=8)  # fmt: skip
     figure.supylabel("added to the perplexity", fontsize=9)
     return figure
+
+
+def in_words(millions: float) -> str:
+    """Format a number of weights, such as `494 M` or `1.5 B`."""
+    return f"{millions:.3g} M" if millions < 1000 else f"{millions / 1000:.2g} B"
 
 
 if __name__ == "__main__":

@@ -58,7 +58,10 @@ def command(tmp_path, monkeypatch, tiny_llama):
         "title": "A title",
         "description": "A protocol.",
         "order": ["*/2of4-magnitude", "large-*/*-seed*"],
-        "models": {"small": {"weights": 1e6, "note": "."}, "large": {"weights": 1e7, "note": "."}},
+        "models": {
+            "small": {"weights": 1e6, "grid": "Q4_0", "note": "."},
+            "large": {"weights": 1e7, "grid": "bfloat16", "note": "."},
+        },
         "table": "evidence.csv",
         "page": "evidence.md",
     }
