@@ -111,7 +111,7 @@ def prune_and_compare(
             table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
     finally:  # also if a conversion fails: the pruned model is saved
         console.print(table)
-        console.print(f"Evaluated on {held_out.described(dense)}.")
+        console.print(f"Evaluated on {held_out.described(dense)}.{_shares(report)}")
     return _why_useless(dense, pruned, report)
 
 
@@ -478,6 +478,15 @@ def _table(
         roughly(max(seconds, totals["seconds"])),  # includes interrupted runs
     )
     return table
+
+
+def _shares(report: PruningReport) -> str:
+    """Return a sentence that relates the sparsity of the pruned layers to that of the model."""
+    totals = report.totals
+    if report.narrowed or not totals["removed"]:
+        return ""
+    of_all = percent(totals["removed"] / totals["model_weights"])
+    return f" {percent(totals['sparsity'])} of the pruned layers' weights are {of_all} of all."
 
 
 def _equally_fast(sizes: Sequence[Size]) -> list[Size]:

@@ -1,5 +1,6 @@
 """`mrp-lightning prune MODEL`: prune, compare with the dense model, save, convert."""
 
+import re
 import shlex
 import sys
 from argparse import Namespace
@@ -28,6 +29,9 @@ _RECIPES: dict[str, dict[str, Any]] = {
 
 _COLUMNS = 128
 """The default block size, reduced to a multiple of the pattern's group."""
+
+_OF_CODE = re.compile("code|stdlib", re.IGNORECASE)
+"""What the names of models of program code contain: a story is no prompt for them."""
 
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = (
@@ -91,7 +95,8 @@ def main(args: list[str]) -> None:
         )
     assert callback.save_dir is not None
     is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
-    console.print(problem or _next_steps(out, conversions, is_causal), soft_wrap=True)
+    steps = _next_steps(out, conversions, is_causal, Path(options.model).name)
+    console.print(problem or steps, soft_wrap=True)
 
 
 def _settings(options: Namespace) -> Settings:
@@ -159,8 +164,8 @@ def _default_out(options: Namespace, settings: Settings) -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool) -> str:
-    """Return the next steps with a pruned model, a causal language model or not, as commands."""
+def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool, name: str) -> str:
+    """Return the next steps with the pruned model of a name, causal or not, as commands."""
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
     kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"
@@ -178,7 +183,9 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool)
             f"  mrp-lightning export {directory}",
             "      packs it without its zeros: smaller, and faster where a kernel supports it",
         ]
-    if is_causal:
+    if is_causal and _OF_CODE.search(name):
+        lines.append(f'  mrp-lightning generate {runnable} --prompt "import os"')
+    elif is_causal:
         lines += [
             f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',
             f"  mrp-lightning zeroshot {directory} --tasks hellaswag,piqa",

@@ -284,6 +284,8 @@ def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[_HeadValue]:
     loss = frame.texts.loc[key].get(RELATIVE_LOSS, MISSING) or MISSING
     yield _HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
+    if of_all := totals.get("model_weights"):  # absent from older reports
+        removed += f", {numbers.percent(totals['removed'] / of_all)} of all"
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
     yield _HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)
     if bits := report.config.get("bits"):
@@ -297,7 +299,7 @@ def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[_HeadValue]:
             detail = "" if exported else "with the removed weights as zeros"
             yield _HeadValue(label, numbers.memory(fmean(sizes)), detail)
     seconds = numbers.duration(float(frame.means.loc[key].get(SECONDS, 0.0)))
-    yield _HeadValue("Time to prune", seconds, "with calibration")
+    yield _HeadValue("Time to prune", seconds, "with calibration, without writing files")
 
 
 def results_part(frame: ScoreFrame) -> Part | None:
@@ -449,13 +451,13 @@ def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
         yield _NextStep("Run the same command again: it goes on at the block where this run ended.")
         return
     if not run.evaluation.perplexity:
-        test = f"python -m mrp_lightning test --model.model {directory}"
+        test = f"mrp-lightning test --model.model {directory}"
         yield _NextStep("Measure its perplexity on your text, which is kept beside it.", test)
     elif model.dense is None:
         source = shlex.quote(str(run.config.get("base_model") or "MODEL"))
         dense = shlex.quote(str(run.directory.parent / "dense"))
         save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={dense}"
-        test = f"python -m mrp_lightning test --model.model {source} {save}"
+        test = f"mrp-lightning test --model.model {source} {save}"
         yield _NextStep("Measure the dense model, too, which this page then compares with.", test)
     # With fewer tokens than input features, H = 2·XᵀX / tokens has no full rank, and with few more
     # its small eigenvalues are noise. Experts with a shared Hessian have other tokens, too.
@@ -463,7 +465,7 @@ def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
     if tokens and 0 < (least := min(tokens.values())) < _FEW_TOKENS:
         layer = min(tokens, key=lambda layer: tokens[layer])
         yield _NextStep(
-            f"Calibrate on more text, by `num_samples`: {layer.name} saw {least:.1f} tokens "
+            f"Calibrate on more text (--num-samples): {layer.name} saw {least:.1f} tokens "
             "for each of its input features."
         )
     if run.config.get("target") != "dense" and not run.config.get("tuning"):

@@ -24,7 +24,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning import CausalLM, TextDataModule
 from mrp_lightning.commands.comparison import _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
-from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
+from mrp_lightning.commands.prune import _RECIPES, _next_steps, _parser, _settings
 from mrp_lightning.loop import pruned_module
 from mrp_lightning.pruning.settings import Settings
 
@@ -65,6 +65,16 @@ def test_a_name_that_rich_would_read_is_shown_as_it_is(tiny_llama, text, capsys)
     assert f"The pruned model is in {out};" in shown
     (report,) = re.findall(r"mrp-lightning report (.*)", shown)
     assert (Path(*shlex.split(report)) / "pruning_report.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "import os"), ("opt-125m", "Once upon a time")],
+)
+def test_the_next_steps_fit_the_text_that_a_model_writes(name, prompt):
+    steps = _next_steps(Path("out"), [], True, name)
+    assert f'mrp-lightning generate out --prompt "{prompt}"' in steps
+    assert ("hellaswag" in steps) == (name == "opt-125m")
 
 
 def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, capsys):
