@@ -59,6 +59,9 @@ for name, value in perplexities.items():
     print(f"{name:12} {value:.2f}")
 
 # %% [markdown]
+# SmolLM2's perplexity rises by more than half: 16 windows are little text, `SM` is the quickest of the accurate methods, and a
+# small model has few weights to spare. More windows and `mrp-lightning prune --recipe best_4bit` lose less, in more time.
+#
 # Where is most lost? The relative loss of a layer is the mean square of the change of its outputs, relative to them.
 
 # %%
