@@ -98,5 +98,27 @@ def test_the_files_to_read_exist():
         assert any(path.is_file() for path in paths), (folder, name)
 
 
+def test_the_tour_names_what_its_files_define():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("### A tour")[2].partition("## ")[0]
+    stops = re.findall(r"^\d\. `(.+?\.py)`:(.*?)(?=^\d\. |\n\n)", text, flags=re.M | re.S)
+    assert len(stops) == 6
+    for file, seen in stops:
+        code = (ROOT / "mrp_lightning" / file).read_text()
+        for name in re.findall(r"`(?:\w+\.)*(\w+)`", seen):
+            assert name in re.findall(r"\w+", code), (file, name)
+
+
+def test_the_method_page_names_classes_of_the_solver():
+    from mrp_lightning.solver import compensations, hessian, masks
+
+    text = (ROOT / "docs/method.md").read_text()
+    paths = re.findall(r"`([A-Z][a-z]\w+(?:\.\w+)?)`", text)
+    assert len(paths) > 10
+    for path in {*paths} - {"NumericalWarning"}:
+        name, _, member = path.partition(".")
+        (owner,) = {getattr(m, name) for m in (masks, compensations, hessian) if hasattr(m, name)}
+        assert not member or hasattr(owner, member), path
+
+
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 125
