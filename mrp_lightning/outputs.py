@@ -30,8 +30,14 @@ _PROBE = ".probe"
 _REPORTS = ("pruning_report.json", "export_report.json", "evaluation.json")
 
 
-def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]) -> None:
-    """Raise for a path that is no directory, or a directory that is needed."""
+def _check_replaceable(
+    path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]
+) -> None:
+    """Raise if an output path cannot be replaced as a whole, or must not be.
+
+    Neither files nor mount points are replaced, nor directories that hold the working directory,
+    the home directory or a source.
+    """
     _require_directory(path, argument)
     path = path.resolve()
     if path.is_mount():
@@ -186,7 +192,7 @@ def check_output_dir(
         OptionError: The disk has too little free space.
     """
     path = output_path(path)
-    _check_place(path, argument, sources)
+    _check_replaceable(path, argument, sources)
     path = path.resolve()
     _check_content(path, argument, overwrite=overwrite)
     _check_room(path, argument, num_bytes)
@@ -224,7 +230,7 @@ def save_directory(
             it is.
     """
     path, sources = output_path(path), [output_path(source) for source in sources]
-    _check_place(path, argument, sources)
+    _check_replaceable(path, argument, sources)
     link, path = path, path.resolve()
     make_directories(path.parent)
     with _held(path, argument):
@@ -241,7 +247,7 @@ def save_directory(
             # 2. The manifest is written last, when the files are final.
             # 3. All content is on the disk before the rename makes it visible.
             flush(staging)  # raises if the directory was deleted
-            _check_place(link, argument, sources)
+            _check_replaceable(link, argument, sources)
             _check_content(path, argument, overwrite=overwrite)
             write_manifest(staging)
             _give_permissions(staging, path)

@@ -113,11 +113,11 @@ class PackQuantized(IntegerLayout):
 
 
 class Gptq(IntegerLayout):
-    """GPTQ's layout, version 1: transposed, and the codes of a column of the file are packed.
+    """GPTQ's layout, version 1: weights are transposed, and codes are packed along input features.
 
-    Zero points are stored less one, and those of symmetric codes are 2^(bits − 1): the code −1 of
-    `_pack`. Scales are float16 whatever the model's dtype, so that weights whose scales it does not
-    hold are refused as off the grid.
+    A zero point is stored less one. That of symmetric codes is 2^(bits − 1), so 2^(bits − 1) − 1 is
+    stored, which `_pack` makes of −1. Scales are float16 whatever the model's dtype; weights with a
+    scale that float16 cannot hold are refused as off the grid.
     """
 
     name, package, module = "gptq", "gptqmodel", "gptqmodel"

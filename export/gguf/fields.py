@@ -78,7 +78,11 @@ class Fields:
         return [reason for reason in reasons if reason is not None]
 
     def problems(self, config: PreTrainedConfig, unless: Collection[str] = ()) -> Iterator[str]:
-        """Yield the fields, by name, with values that the file of a family cannot hold."""
+        """Yield what is wrong with each field whose value a GGUF file of the family cannot express.
+
+        Where the format has no field, llama.cpp computes with a constant, and only that value is
+        right. The fields in `unless` are not judged.
+        """
         for each in fields(config):
             # A field that a later version of transformers adds is refused too, until its effect is
             # known.

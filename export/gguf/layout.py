@@ -134,7 +134,10 @@ def separate_head(model: PreTrainedModel, state: Mapping[str, Tensor]) -> str | 
 
 
 def table_shared(model: PreTrainedModel, locations: Mapping[str, Location]) -> dict[str, Location]:
-    """Return the location of the embeddings for a head that equals them, by the head's name."""
+    """Return where a head's values are stored in the file if the head equals the embeddings.
+
+    The file has them once, so that this is the location of the embeddings, by the head's name.
+    """
     head, table = _vocabulary(model)
     return {head: locations[table]} if head and table in locations else {}
 

@@ -189,7 +189,7 @@ class _Subject:
         windows: int,
         accelerator: str,
     ) -> "_Subject":
-        """Check outputs, layers and text, in the order of what each costs."""
+        """Check outputs, layers and text, the cheapest first, and return them as a subject."""
         assert prune.save_dir is not None
         # 1. Outputs, which cost a look at the disk.
         # 2. Layers, which cost a walk through the model.

@@ -210,7 +210,7 @@ def _samples(task: str, results: Mapping[str, Any]) -> int:
 
 
 def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:
-    """Return the number of groups with scores of their own around a task."""
+    """Return the nesting depth of a task: the number of scored groups that contain it."""
     around = [group for group, members in groups.items() if task in members]
     # A task may be in several groups: the longest chain counts. Groups without scores have no row
     # to be indented under.

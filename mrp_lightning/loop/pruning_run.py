@@ -243,7 +243,7 @@ class Run:
             plan_for(self.module, self.settings)
 
     def start(self) -> None:
-        """With `offload`, keep the blocks on the CPU when Lightning moves the module."""
+        """Keep the blocks on the CPU when Lightning moves the module, if `offload` is set."""
         if self.settings.offload:
 
             def blocks() -> list[nn.Module]:

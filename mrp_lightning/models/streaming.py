@@ -150,14 +150,14 @@ class StreamedBlocks(MovedBlocks):
         self.blocks[name].to(self._device)
 
     def read_from(self, name: str, file: str | PathLike[str]) -> None:
-        """From now on, read a block from a shard, to which its `tensors` were written."""
+        """Read a block, from now on, from a shard to which its `tensors` were written."""
         self.shards[name] = file = Path(file)
         self._identities[file] = _identity(file)
         with safe_open(file, framework="pt") as opened:
             self._places[name] = {file: list(opened.keys())}
 
     def settle(self, files: Mapping[str, Path]) -> None:
-        """From now on, read blocks from the files of a checkpoint."""
+        """Read blocks, from now on, from the files of a checkpoint."""
         if self.narrowing is not None:
             self.narrowing.settle()
         for name, file in files.items():
@@ -168,7 +168,7 @@ class StreamedBlocks(MovedBlocks):
         self.start_over()
 
     def start_over(self) -> None:
-        """From now on, read all blocks from the original checkpoint again, not from shards."""
+        """Read all blocks, from now on, from the original checkpoint again, not from shards."""
         self._places = dict(self._source)
         self.shards.clear()
         self.narrowing = None

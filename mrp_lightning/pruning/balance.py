@@ -128,7 +128,7 @@ class InputStudy:
         self._factors |= _factors_of_block(block, links)
 
     def conclusions(self) -> dict[str, Tensor]:
-        """Return the factors, as `Balance.of` reads them.
+        """Return the factors of all blocks, by the names that `Balance.of` reads.
 
         Raises:
             TargetError: No block has an input that can be balanced.
@@ -226,14 +226,16 @@ def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Te
 def _by_row(
     link: Link, remainder: Tensor, layers: Sequence[Layer], factors: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return s for the rows of a link's producer, with a geometric mean of 1.
+    """Return the factor s of each row of a link's producer, (rows,), with a geometric mean of 1.
 
-    A row that several columns read, in grouped-query attention, has the sums of their d and c.
+    s_j is proportional to d_j^(1/(p+2)) c_j^(−p/(2p+4)), where c_j is the energy of the weights
+    that read row j. In grouped-query attention several columns read a row; their d and c are summed.
 
     Args:
-        link: The link.
-        remainder: d of the columns; 0 of dead inputs.
-        layers: The readers that are put on the grid.
+        link: The producer, the layers that read it, and the row that each of their columns reads.
+        remainder: d_j of each column: the part of its input's energy that later columns cannot make
+            up for; 0 for dead inputs.
+        layers: The reading layers that are put on the grid.
         factors: The factors so far, by the names of `Balance`.
     """
     energy = torch.zeros_like(remainder)

@@ -35,7 +35,7 @@ _TOLERANCE = 1e-3
 
 
 class ExpertRemover(Remover):
-    """Sets the second matrices of whole experts to zero, chosen by the measured loss of sets.
+    """Set the second matrices of whole experts to zero, chosen by the measured loss of sets.
 
     Args:
         structure: The experts, and the number of them that is removed.
@@ -191,7 +191,7 @@ class _Tokens:
         return self._routing.weights(batch.inputs, torch.tensor(removed))
 
     def _mean(self, of: Callable[[_Batch], list[float]]) -> list[float]:
-        """Return means over the tokens of all processes; `of` gives the sums over a batch."""
+        """Return means over the tokens of all processes, given each batch's sums over tokens."""
         processes = self._block.job.processes
         sums = [of(batch) for batch in self._batches]
         # The mean is of all processes' tokens: all of them must choose the same experts.

@@ -20,7 +20,7 @@ from mrp_lightning.targets.layers import Layer
 
 
 class UnitRemover(Remover):
-    """Sets the columns of whole neurons or heads to zero in the layers that read them.
+    """Set the columns of whole neurons or heads to zero in the layers that read them.
 
     The layers of a block that read the units share the removed set, and so are solved as one matrix
     with their rows stacked.

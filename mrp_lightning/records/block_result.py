@@ -80,7 +80,7 @@ class BlockResult:
         return {result.name: result.grid for result in self.layers if result.grid is not None}
 
     def pruned(self, layers: Iterable[Layer]) -> list[Layer]:
-        """Return those of `layers` that were pruned."""
+        """Return the pruned ones among `layers`, in their order."""
         names = {result.name for result in self.layers if result.is_pruned}
         return [layer for layer in layers if layer.name in names]
 

@@ -93,7 +93,7 @@ class Linear(Layer):
     """An `nn.Linear`."""
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """As it is stored."""
+        """Return the stored tensor, which is (rows, columns) already."""
         return stored
 
 
@@ -118,7 +118,7 @@ class Conv2d(Layer):
     module: nn.Conv2d
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """As (rows, kernel rows, kernel columns, channels)."""
+        """Return a view (rows, kernel rows, kernel columns, channels)."""
         return stored.permute(0, 2, 3, 1)
 
     @property
@@ -198,7 +198,7 @@ class ExpertStack(Layer):
         return self.module.get_parameter(self.stack)
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """As (rows, experts, inner features)."""
+        """Return a view (rows, experts, inner features)."""
         return stored.permute((2, 0, 1) if self.module.is_transposed else (1, 0, 2))
 
     @property

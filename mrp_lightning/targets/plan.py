@@ -202,7 +202,11 @@ class _Wish:
 
     @classmethod
     def of(cls, contents: _Contents, targets: tuple[str, ...], ignored: tuple[str, ...]) -> "_Wish":
-        """Apply the patterns to the contents of a model; each must match something."""
+        """Return the layers of a model that the patterns of `targets` and `ignore` select.
+
+        Raises:
+            TargetError: A pattern matches nothing.
+        """
         prefix, in_blocks = contents.prefix, contents.in_blocks
         names = [*contents.layers]
         require_matches("targets", targets, names or [*contents.modules], prefix, contents.shown)

@@ -36,11 +36,11 @@ Bos = Literal["text", "window"]
 
 
 class TextSource(ABC):
-    """A text in splits.
+    """A text that is split into documents for training, validation and test.
 
     Attributes:
         name: The name of the text in reports.
-        bos: The default place of BOS, as in `Cutter`.
+        bos: Where BOS stands by default: before the whole text, or before each window.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""From text to token windows of one length, each of which begins with the same prefix."""
+"""Cut text into token windows of one length, each of which begins with the same prefix."""
 
 import random
 import threading

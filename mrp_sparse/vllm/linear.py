@@ -236,7 +236,10 @@ class PackedMethod(LinearMethodBase):
         return None
 
     def _join(self, layer: Any) -> None:
-        """Join the rows of all parts once the last is there: the next layer takes their room."""
+        """Join the rows of all parts into the layer's parameters, and release the parts.
+
+        This happens as soon as the last part is read, so that one layer at a time is held twice.
+        """
         parts = [layer.packed_parts.pop(index) for index in sorted(layer.packed_parts)]
         for name, tensors in zip(names_of(self.form), zip(*parts, strict=True), strict=True):
             joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
@@ -375,11 +378,15 @@ def finish(layer: Any) -> None:
 
 
 def _register_empty(layer: Any, form: PackedFormat, dtype: torch.dtype) -> None:
-    """Register parameters without elements, whose loaders hand tensors to `layer.arrivals`."""
+    """Register an empty parameter for each stored tensor, with a loader that collects its parts.
+
+    vLLM calls the loaders with slices of the checkpoint's tensors, which `layer.arrivals` collects
+    until a layer is whole.
+    """
     for name, tensor in zip(names_of(form), form.empty((0, 0), 0, dtype), strict=True):
         param: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
         param.weight_loader = functools.partial(layer.arrivals.take, name)
-        # A class that rearranges rows does so where there are any: it shall, and be noticed.
+        # A vLLM class that rearranges rows finds dimensions here, and the loader detects that it did.
         param.output_dim, param.input_dim = 0, 1
         layer.register_parameter(name, param)
 
