@@ -181,7 +181,10 @@ def time_models(
 def _time_ways(
     sides: Mapping[str, PreTrainedModel], phase: str, prompt: Tensor, options: SpeedOptions
 ) -> list[ModelTime]:
-    """Time all ways of all sides in turns; a failure is recorded, and the others continue."""
+    """Time dense and sparse model, eager and compiled, in interleaved rounds.
+
+    A failure is recorded, and the others continue.
+    """
     torch.compiler.reset()  # once: a later reset would unload kernels that captured graphs use
     modes: dict[str, str | None] = {"eager": None}
     if options.compile_mode is not None:

@@ -170,7 +170,7 @@ class _Search:
         group_size: int,
         known: Mapping[str, GridParameters],
     ) -> "_Search":
-        """Begin the search in a model without weights."""
+        """Return a search over the layers of a model, which needs no weights yet."""
         modules = dict(model.named_modules())
         layers = {each.name: each for name, m in modules.items() for each in layers_of(name, m)}
         require_matches("--skip", skip, list(layers))

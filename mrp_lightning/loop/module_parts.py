@@ -218,7 +218,7 @@ def require_batches(module: LightningModule) -> None:
 
 
 class StepCapture:
-    """Replaces `predict_step` by a function that stores its arguments and stops at the first block.
+    """Replace `predict_step` by a function that stores its arguments and stops at the first block.
 
     Args:
         module: The LightningModule whose `predict_step` is replaced.

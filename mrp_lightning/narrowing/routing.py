@@ -99,7 +99,10 @@ class Routing:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Run each forward of this context without the experts that are removed when it starts."""
+        """Leave the removed experts out of each forward in this context.
+
+        The removed ones are those at the start of that forward, not of the context.
+        """
         forward = self.module.forward
 
         def rerouted(*args: Any, **kwargs: Any) -> Any:

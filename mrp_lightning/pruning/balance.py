@@ -229,7 +229,8 @@ def _by_row(
     """Return the factor s of each row of a link's producer, (rows,), with a geometric mean of 1.
 
     s_j is proportional to d_j^(1/(p+2)) c_j^(−p/(2p+4)), where c_j is the energy of the weights
-    that read row j. In grouped-query attention several columns read a row; their d and c are summed.
+    that read row j. In grouped-query attention several columns read a row: their d and c are
+    summed.
 
     Args:
         link: The producer, the layers that read it, and the row that each of their columns reads.

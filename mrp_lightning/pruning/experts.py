@@ -249,7 +249,7 @@ class _Tokens:
         return stored
 
     def _bytes(self, inputs: Tensor) -> int:
-        """Return the stored bytes of a token."""
+        """Return the number of bytes that are stored for each token."""
         units = self._routing.structure.units
         # float32: G has units² numbers, w and b have units each; and the input as it is.
         return 4 * units * (units + 2) + inputs.shape[-1] * inputs.element_size()

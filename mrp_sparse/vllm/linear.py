@@ -139,7 +139,7 @@ class Arrivals:
         self._missing -= set(self.indices(shard))
 
     def indices(self, shard: Any) -> list[int]:
-        """Return the parts that vLLM means by a shard; `None` is all, fused in the checkpoint."""
+        """Return the indices of the parts in a shard; `None` means all, fused in the checkpoint."""
         if shard is None:
             return list(range(self._num_parts))
         return list(shard) if isinstance(shard, tuple) else [_SHARDS.get(shard, shard)]
@@ -386,7 +386,8 @@ def _register_empty(layer: Any, form: PackedFormat, dtype: torch.dtype) -> None:
     for name, tensor in zip(names_of(form), form.empty((0, 0), 0, dtype), strict=True):
         param: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
         param.weight_loader = functools.partial(layer.arrivals.take, name)
-        # A vLLM class that rearranges rows finds dimensions here, and the loader detects that it did.
+        # A class that rearranges rows finds their dimension here, does so, and is then refused by
+        # `take`. Without it the class would pass unnoticed, as one that rearranges nothing.
         param.output_dim, param.input_dim = 0, 1
         layer.register_parameter(name, param)
 
