@@ -3,6 +3,7 @@
 // it runs them on damaged rows, too, for so many seconds.
 #include "byte_rows.h"
 #include "coded_rows.h"
+#include "few_tokens.h"
 #include "panels.h"
 #include "rows.h"
 
@@ -35,11 +36,8 @@ Buffer<T> exactly(const std::vector<T>& content) {
   return buffer;
 }
 
-enum class Way { portable, rows, panels };
+enum class Way { portable, rounded, few, panels };
 
-std::vector<Way> ways(bool vector) {
-  return vector ? std::vector{Way::portable, Way::rows, Way::panels} : std::vector{Way::portable};
-}
 
 // Run a kernel on damaged rows: it may refuse them, and nothing else.
 template <typename Kernel>
@@ -51,14 +49,27 @@ void survive(const Kernel& kernel, int64_t& refused) {
   }
 }
 
-// All tokens with all rows, in panels where the processor has the instructions.
-template <typename Rows>
-void multiply_in_panels(
-    const Rows& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias, BFloat16* y, int64_t rows) {
+// The vector kernels that some tokens may take.
+std::vector<Way> vector_ways(int64_t tokens) {
 #ifdef MRP_AVX512
-  mrp::TokenTiles tiles(tokens, weight.columns());
-  tiles.fill(x, 0, tiles.tiles());
-  mrp::multiply_panels(weight, tiles, bias, y, rows, 0, rows);
+  if (mrp::has_avx512()) {
+    return tokens <= mrp::FEW_TOKENS ? std::vector{Way::few, Way::panels} : std::vector{Way::panels};
+  }
+#endif
+  return {};
+}
+
+// All tokens with all rows, by a vector kernel.
+template <typename Rows>
+void multiply_by_vectors(
+    Way way, const Rows& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias, BFloat16* y,
+    int64_t rows) {
+#ifdef MRP_AVX512
+  const bool few = way == Way::few;
+  mrp::TokenTiles tiles(tokens, weight.columns(), few ? mrp::FEW_TOKENS : mrp::TILE_TOKENS);
+  tiles.template fill<Rows>(x, 0, tiles.tiles());
+  const auto multiply = few ? mrp::multiply_few<Rows> : mrp::multiply_panels<Rows>;
+  multiply(weight, tiles, bias, y, rows, 0, rows);
 #endif
 }
 
@@ -128,13 +139,17 @@ void run(const Problem& problem, int64_t rows, int64_t columns, int64_t tokens, 
   for (int64_t i = 0; i < rows * columns; i++) {
     expect(float(dense[i]) == problem.dense[i], "decoded", rows, columns, tokens);
   }
-  for (Way way : ways(mrp::has_avx512())) {
+  std::vector<Way> ways = vector_ways(tokens);
+  ways.push_back(Way::portable);
+  for (Way way : ways) {
     const auto multiply = [&](const mrp::Packed<BFloat16>& rows_of, const BFloat16* added) {
-      if (way == Way::panels) {
-        multiply_in_panels(mrp::PackedRows<Decode>{rows_of}, x.get(), tokens, added, y.get(), rows);
+      if (way == Way::portable) {
+        mrp::multiply_decoded(
+            [&](int64_t r, BFloat16* row) { mrp::decode_row<Decode>(rows_of, r, row); }, columns,
+            x.get(), tokens, added, y.get(), rows, 0, rows);
       } else {
-        mrp::multiply<Decode>(
-            rows_of, x.get(), tokens, added, y.get(), rows, 0, rows, way == Way::portable);
+        const mrp::PackedRows<Decode> weight_rows{rows_of};
+        multiply_by_vectors(way, weight_rows, x.get(), tokens, added, y.get(), rows);
       }
     };
     multiply(weight, bias.get());
@@ -224,14 +239,17 @@ void run_codes(const CodedProblem& problem, int64_t rows, int64_t columns, int64
   for (int64_t i = 0; i < rows * columns; i++) {
     expect(float(dense[i]) == problem.dense[i], "codes decoded", rows, columns, tokens);
   }
-  for (Way way : ways(mrp::has_avx512_codes())) {
+  std::vector<Way> ways = vector_ways(tokens);
+  ways.push_back(Way::portable);
+  ways.push_back(Way::rounded);
+  for (Way way : ways) {
     for (bool eight_bits : {false, true}) {
-      if (way == Way::panels && eight_bits) {
-        continue;
+      if (eight_bits ? way == Way::few || way == Way::panels : way == Way::rounded) {
+        continue;  // these multiply tokens as they are; that one rounds them
       }
       const auto multiply = [&](const mrp::Coded<BFloat16>& rows_of, const BFloat16* added) {
-        if (way == Way::panels) {
-          multiply_in_panels(mrp::CodedRows{rows_of}, x.get(), tokens, added, y.get(), rows);
+        if (way == Way::few || way == Way::panels) {
+          multiply_by_vectors(way, mrp::CodedRows{rows_of}, x.get(), tokens, added, y.get(), rows);
         } else {
           const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, way == Way::portable);
           product.multiply(rows_of, added, y.get(), rows, 0, rows);
@@ -336,14 +354,14 @@ void run_damaged(Problem problem, int64_t rows, int64_t columns, int64_t tokens,
       values.get(), values.get() + problem.values.size(), places.get(), problem.row_bytes, columns,
       std::is_same_v<Decode, mrp::Nibbles> ? nullptr : offsets.get()};
   Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[columns]);
-  for (bool portable : {true, false}) {
-    survive([&] { mrp::multiply<Decode>(weight, x.get(), tokens, nullptr, y.get(), rows, 0, rows, portable); }, refused);
-  }
+  const auto decode = [&](int64_t r, BFloat16* row) { mrp::decode_row<Decode>(weight, r, row); };
+  survive([&] { mrp::multiply_decoded(decode, columns, x.get(), tokens, nullptr, y.get(), rows, 0, rows); }, refused);
   for (int64_t r = 0; r < rows; r++) {
     survive([&] { mrp::decode_row<Decode>(weight, r, dense.get()); }, refused);
   }
-  if (mrp::has_avx512()) {
-    survive([&] { multiply_in_panels(mrp::PackedRows<Decode>{weight}, x.get(), tokens, nullptr, y.get(), rows); }, refused);
+  for (Way way : vector_ways(tokens)) {
+    const mrp::PackedRows<Decode> weight_rows{weight};
+    survive([&] { multiply_by_vectors(way, weight_rows, x.get(), tokens, nullptr, y.get(), rows); }, refused);
   }
 }
 
@@ -372,8 +390,8 @@ void run_damaged_codes(CodedProblem problem, int64_t rows, int64_t columns, int6
   for (int64_t r = 0; r < rows; r++) {
     survive([&] { mrp::decode_row(weight, r, dense.get()); }, refused);
   }
-  if (mrp::has_avx512_codes()) {
-    survive([&] { multiply_in_panels(mrp::CodedRows{weight}, x.get(), tokens, nullptr, y.get(), rows); }, refused);
+  for (Way way : vector_ways(tokens)) {
+    survive([&] { multiply_by_vectors(way, mrp::CodedRows{weight}, x.get(), tokens, nullptr, y.get(), rows); }, refused);
   }
 }
 

@@ -2,11 +2,9 @@
 //
 // A kept weight is a code from −8 to −1 or from 1 to 8, a nibble, times the scale of its row and its
 // group of 64 columns. The nibbles of a group begin at a byte, the first in the low half of it.
-// Products are those of codes with bfloat16, exact, and summed in float32 before the scale comes.
 #pragma once
 
 #include "coded_tokens.h"
-#include "panels.h"
 #include "rows.h"
 
 namespace mrp {
@@ -70,17 +68,18 @@ inline uint64_t load_places(const uint8_t* places) {
 
 // 64 nibbles from v on, a byte each; of those beyond `count` nothing is read.
 template <bool careful>
-MRP_AVX512_CODES inline __m512i load_nibbles(const uint8_t* v, int64_t count) {
+MRP_AVX512 inline __m512i load_nibbles(const uint8_t* v, int64_t count) {
   const __m256i bytes = careful
       ? _mm256_maskz_loadu_epi8(low_bits((count + 1) / 2), v)
       : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v));
   const __m512i words = _mm512_cvtepu8_epi16(bytes);
-  return _mm512_and_si512(
-      _mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
+  constexpr int of_either = 0xa8;  // (a | b) & c
+  return _mm512_ternarylogic_epi32(
+      words, _mm512_slli_epi16(words, 4), _mm512_set1_epi8(15), of_either);
 }
 
 // The scales of a row in float32, in whole lines.
-MRP_AVX512_CODES inline void widen_scales(const BFloat16* scales, int64_t groups, float* wide) {
+MRP_AVX512_VNNI inline void widen_scales(const BFloat16* scales, int64_t groups, float* wide) {
   for (int64_t group = 0; group < groups; group += 16) {
     const __m256i some = _mm256_maskz_loadu_epi16(
         low_bits(std::min<int64_t>(16, groups - group)), scales + group);
@@ -90,9 +89,9 @@ MRP_AVX512_CODES inline void widen_scales(const BFloat16* scales, int64_t groups
 }
 
 // The products of row r with `Tokens` tokens from t on.
-template <typename Input, int Tokens>
-MRP_AVX512_CODES void multiply_coded_row(
-    const Coded<BFloat16>& weight, int64_t r, const uint8_t* v, const Input& x, int64_t t,
+template <int Tokens>
+MRP_AVX512_VNNI void multiply_coded_row(
+    const Coded<BFloat16>& weight, int64_t r, const uint8_t* v, const Rounded& x, int64_t t,
     const float* factors, float* results) {
   const uint8_t* places = weight.places + r * weight.row_bytes;
   __m512 sums[Tokens];
@@ -102,7 +101,7 @@ MRP_AVX512_CODES void multiply_coded_row(
   int64_t group = 0;
   // 32 bytes may be read for each group, and no group takes more.
   const int64_t whole = weight.end - v >= 32 * x.groups ? weight.columns / GROUP : 0;
-  const auto add_whole = [&](int64_t next) MRP_AVX512_CODES {
+  const auto add_whole = [&](int64_t next) MRP_AVX512_VNNI {
     const uint64_t kept = load_places(places + 8 * next);
     x.template add<Tokens>(t, next, load_nibbles<false>(v, 64), kept, factors, sums);
     v += (_mm_popcnt_u64(kept) + 1) / 2;
@@ -135,9 +134,8 @@ MRP_AVX512_CODES void multiply_coded_row(
   }
 }
 
-template <typename Input>
-MRP_AVX512_CODES void multiply_coded_rows(
-    const Coded<BFloat16>& weight, const Input& x, int64_t tokens, const BFloat16* bias,
+MRP_AVX512_VNNI inline void multiply_coded_rows(
+    const Coded<BFloat16>& weight, const Rounded& x, int64_t tokens, const BFloat16* bias,
     BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
   std::vector<Line> wide((x.groups + 15) / 16), place;
   float* scales = reinterpret_cast<float*>(wide.data());
@@ -150,7 +148,7 @@ MRP_AVX512_CODES void multiply_coded_rows(
       const auto multiply = [&](auto count) {
         constexpr int Tokens = decltype(count)::value;
         const float* factors = x.template factors<Tokens>(t, scales, place);
-        multiply_coded_row<Input, Tokens>(weight, r, v, x, t, factors, results);
+        multiply_coded_row<Tokens>(weight, r, v, x, t, factors, results);
         return int64_t{Tokens};
       };
       const int64_t taken = tokens - t >= 2 ? multiply(std::integral_constant<int, 2>())
@@ -163,70 +161,63 @@ MRP_AVX512_CODES void multiply_coded_rows(
   }
 }
 
-// Rows for panels: see `panels.h`. A nibble becomes a byte of which the low four bits count.
+// The rows of a weight of four bits: see `PackedRows`. Of 64 columns the even ones come first: they are
+// looked up in words whose upper bytes, the odd ones, are not looked at.
 struct CodedRows {
   const Coded<BFloat16>& weight;
 
-  int64_t columns() const { return weight.columns; }
+  struct Cursor {
+    const uint8_t* places;
+    const uint8_t* v;
+    const uint8_t* end;
+    const BFloat16* scale;
 
-  // 64 nibbles from v on as bytes, with others above them.
-  template <bool careful>
-  MRP_AVX512_CODES static __m512i load(const uint8_t* v, int64_t count) {
-    const __m256i bytes = careful
-        ? _mm256_maskz_loadu_epi8(low_bits((count + 1) / 2), v)
-        : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v));
-    const __m512i shifts = _mm512_set1_epi64(0x1c1814100c080400);
-    return _mm512_multishift_epi64_epi8(shifts, _mm512_cvtepu32_epi64(bytes));
-  }
-
-  // The group's 64 columns: each code times the scale is looked up, for 32 columns at once.
-  MRP_AVX512_CODES static void spread(
-      __m512i nibbles, uint64_t kept, const BFloat16* scale, __m512 codes, Step* to) {
-    const __m512i twice = _mm512_set1_epi16(static_cast<int16_t>(scale->x));
-    const __m512i wide = _mm512_and_si512(twice, _mm512_set1_epi32(-65536));
-    const __m512 products = _mm512_mul_ps(codes, _mm512_castsi512_ps(wide));
-    // The sixteen values two times over, so that a fifth bit of an index does not matter.
-    const __m512i values = (__m512i)_mm512_cvtne2ps_pbh(products, products);
-    const __m512i bytes = _mm512_maskz_expand_epi8(kept, nibbles);
-    const __m512i lower = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes));
-    const __m512i upper = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(bytes, 1));
-    _mm512_store_si512(
-        to, _mm512_maskz_permutexvar_epi16(static_cast<uint32_t>(kept), lower, values));
-    _mm512_store_si512(
-        to + TILE_ROWS,
-        _mm512_maskz_permutexvar_epi16(static_cast<uint32_t>(kept >> 32), upper, values));
-  }
-
-  MRP_AVX512_CODES void decode(int64_t r, Step* to, Ahead& ahead) const {
-    const uint8_t* places = weight.places + r * weight.row_bytes;
-    const BFloat16* scale = weight.scales + r * weight.groups();
-    const uint8_t* v = weight.row(r);
-    const __m512 codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
-    // So many groups can be read without a look at where the nibbles end.
-    const int64_t whole = std::min(weight.columns / GROUP, (weight.end - v) / (GROUP / 2));
-    Ahead fetched = ahead;  // in registers
-    for (int64_t group = 0; group < whole; group++, places += 8, to += 2 * TILE_ROWS) {
-      fetched.fetch();
-      const uint64_t kept = load_places(places);
-      spread(load<false>(v, GROUP), kept, scale + group, codes, to);
-      v += (_mm_popcnt_u64(kept) + 1) / 2;
-    }
-    ahead = fetched;
-    for (int64_t group = whole; group < weight.groups(); group++, places += 8, to += 2 * TILE_ROWS) {
-      const int64_t width = std::min(GROUP, weight.columns - group * GROUP);
-      const uint64_t kept = kept_columns<Bits>(places, width);
+    template <bool careful>
+    MRP_AVX512 void next(int64_t width, __m512i (&halves)[2]) {
+      const uint64_t kept = careful ? kept_columns<Bits>(places, width) : load_places(places);
       const int64_t count = _mm_popcnt_u64(kept);
-      if (weight.end - v < (count + 1) / 2) {
+      if (careful && end - v < (count + 1) / 2) {
         throw_missing_values();
       }
-      alignas(64) Step last[1 + TILE_ROWS];
-      spread(load<true>(v, count), kept, scale + group, codes, last);
-      to[0] = last[0];
-      if (width > STEP) {
-        to[TILE_ROWS] = last[TILE_ROWS];
-      }
+      const __m512i nibbles = load_nibbles<careful>(v, count);
+      // A removed column is a 16, which looks up a zero.
+      const __m512i spread = _mm512_mask_expand_epi8(_mm512_set1_epi8(16), kept, nibbles);
+      const __m512i twice = _mm512_set1_epi16(static_cast<int16_t>(scale->x));
+      const __m512 factor =
+          _mm512_castsi512_ps(_mm512_and_si512(twice, _mm512_set1_epi32(-65536)));
+      const __m512 codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
+      const __m512i values =
+          _mm512_zextsi256_si512((__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(codes, factor)));
+      halves[0] = _mm512_permutexvar_epi16(spread, values);
+      halves[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(spread, 8), values);
+      places += 8;
       v += (count + 1) / 2;
+      scale++;
     }
+  };
+
+  int64_t columns() const { return weight.columns; }
+
+  Cursor cursor(int64_t r) const {
+    return {
+        weight.places + r * weight.row_bytes, weight.row(r), weight.end,
+        weight.scales + r * weight.groups()};
+  }
+
+  int64_t whole(int64_t r) const {
+    return std::min<int64_t>(weight.columns / GROUP, (weight.end - weight.row(r)) / (GROUP / 2));
+  }
+
+  MRP_AVX512 static void arrange(__m512i (&halves)[2]) {
+    const __m512i even = _mm512_set1_epi32(0x0000ffff);
+    const __m512i lower = halves[0], upper = halves[1];
+    // `vpackusdw` keeps the lower halves of 128 bits apart; the permutation brings them together.
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    halves[0] = _mm512_permutexvar_epi64(
+        order,
+        _mm512_packus_epi32(_mm512_and_si512(lower, even), _mm512_and_si512(upper, even)));
+    halves[1] = _mm512_permutexvar_epi64(
+        order, _mm512_packus_epi32(_mm512_srli_epi32(lower, 16), _mm512_srli_epi32(upper, 16)));
   }
 
   // The nibbles of the rows from `begin` to `end`, of which half are thought to be kept.
@@ -247,27 +238,23 @@ struct CodedRows {
 
 inline bool has_avx512_codes() {
 #ifdef MRP_AVX512
-  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi");
+  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni");
   return has;
 #else
   return false;
 #endif
 }
 
-// Some tokens, prepared once for all rows: y[t · rows + r] = x[t] · row r + bias[r].
+// Some tokens, prepared once for all rows: y[t · rows + r] = x[t] · row r + bias[r]. Those of `eight_bits`
+// are rounded before, on any processor; others are for those without AVX-512.
 class CodedProduct {
  public:
   CodedProduct(
       const BFloat16* x, int64_t tokens, int64_t columns, bool eight_bits, bool portable)
       : tokens_(tokens) {
 #ifdef MRP_AVX512
-    if (!portable && has_avx512_codes()) {
-      if (eight_bits) {
-        rounded_.reset(new Rounded(x, tokens, columns));
-      } else {
-        exact_.reset(new Exact(x, tokens, columns));
-      }
+    if (eight_bits && !portable && has_avx512_codes()) {
+      rounded_.reset(new Rounded(x, tokens, columns));
       return;
     }
 #endif
@@ -279,9 +266,6 @@ class CodedProduct {
       const Coded<BFloat16>& weight, const BFloat16* bias, BFloat16* y, int64_t rows,
       int64_t begin, int64_t end) const {
 #ifdef MRP_AVX512
-    if (exact_) {
-      return multiply_coded_rows(weight, *exact_, tokens_, bias, y, rows, begin, end);
-    }
     if (rounded_) {
       return multiply_coded_rows(weight, *rounded_, tokens_, bias, y, rows, begin, end);
     }
@@ -295,7 +279,6 @@ class CodedProduct {
   int64_t tokens_;
   std::vector<float> plain_;
 #ifdef MRP_AVX512
-  std::unique_ptr<Exact> exact_;
   std::unique_ptr<Rounded> rounded_;
 #endif
 };

@@ -1,4 +1,4 @@
-// Tokens as they are multiplied with a weight of four bits. See `coded_rows.h`.
+// Tokens that are rounded to 8 bits to be multiplied with a weight of four bits. See `coded_rows.h`.
 #pragma once
 
 #include "rows.h"
@@ -7,14 +7,13 @@
 #include <limits>
 
 #ifdef MRP_AVX512
-#define MRP_AVX512_CODES                                                                         \
-  __attribute__((                                                                                \
-      target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512bf16,avx512vnni,popcnt")))
+#define MRP_AVX512_VNNI \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,avx512bf16,avx512vnni,popcnt")))
 #endif
 
 namespace mrp {
 
-constexpr int64_t GROUP = 64;  // columns that share a scale
+constexpr int64_t GROUP = WORD;  // columns that share a scale
 constexpr int CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8};
 
 // ---- On any processor ----
@@ -63,7 +62,7 @@ struct alignas(64) Line {
 };
 
 // The next 64 columns of a token, of which the last may be fewer: 0 stands for those beyond.
-MRP_AVX512_CODES inline void load_group(
+MRP_AVX512_VNNI inline void load_group(
     const BFloat16* x, int64_t columns, __m512i (&halves)[2]) {
   for (int64_t half = 0; half < 2; half++) {
     const int64_t here = std::clamp<int64_t>(columns - 32 * half, 0, 32);
@@ -71,70 +70,8 @@ MRP_AVX512_CODES inline void load_group(
   }
 }
 
-// From 0 to 15.
-MRP_AVX512_CODES inline __m512i counted() {
-  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-
-// Tokens in float32: Intel's `vdpbf16ps` keeps both ports of vectors for two cycles, longer than what
-// replaces it. A group of a token is four lines of every fourth column, as the codes lie in words.
-struct Exact {
-  int64_t groups;
-  std::vector<Line> lines;
-  __m512 codes;
-
-  MRP_AVX512_CODES Exact(const BFloat16* x, int64_t tokens, int64_t columns)
-      : groups((columns + GROUP - 1) / GROUP), lines(4 * tokens * groups) {
-    codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
-    const __m512i every_other = _mm512_slli_epi32(counted(), 1), one = _mm512_set1_epi32(1);
-    const __m512i high_half = _mm512_set1_epi32(-65536);
-    for (int64_t t = 0; t < tokens; t++) {
-      for (int64_t group = 0; group < groups; group++) {
-        __m512i halves[2];
-        load_group(x + t * columns + group * GROUP, columns - group * GROUP, halves);
-        Line* line = lines.data() + 4 * (t * groups + group);
-        for (int part = 0; part < 2; part++) {  // words of two columns, every other of them
-          const __m512i picked = _mm512_add_epi32(every_other, part ? one : _mm512_setzero_si512());
-          const __m512i pairs = _mm512_permutex2var_epi32(halves[0], picked, halves[1]);
-          _mm512_store_si512(line + 2 * part, _mm512_slli_epi32(pairs, 16));
-          _mm512_store_si512(line + 2 * part + 1, _mm512_and_si512(pairs, high_half));
-        }
-      }
-    }
-  }
-
-  // What the products of each token with each group of a row are multiplied by: its scale.
-  template <int Tokens>
-  const float* factors(int64_t, const float* scales, std::vector<Line>&) const {
-    return scales;
-  }
-
-  template <int Tokens>
-  MRP_AVX512_CODES void add(
-      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, const float* scales,
-      __m512 (&sums)[Tokens]) const {
-    // A removed column is a 16, which looks up the first of the second table.
-    const __m512i spread = _mm512_mask_expand_epi8(_mm512_set1_epi8(16), kept, nibbles);
-    const __m512 zero = _mm512_setzero_ps();
-    const __m512 weights[4] = {
-        _mm512_permutex2var_ps(codes, spread, zero),
-        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 8), zero),
-        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 16), zero),
-        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 24), zero)};
-    const __m512 scale = _mm512_set1_ps(scales[group]);
-    for (int i = 0; i < Tokens; i++) {
-      const Line* x = lines.data() + 4 * ((t + i) * groups + group);
-      __m512 sum = _mm512_mul_ps(weights[0], _mm512_load_ps(x));
-      for (int part = 1; part < 4; part++) {
-        sum = _mm512_fmadd_ps(weights[part], _mm512_load_ps(x + part), sum);
-      }
-      sums[i] = _mm512_fmadd_ps(sum, scale, sums[i]);
-    }
-  }
-};
-
 // What `round_group` of any processor does, bit by bit.
-MRP_AVX512_CODES inline float round_group(const __m512i (&halves)[2], Line& rounded) {
+MRP_AVX512_VNNI inline float round_group(const __m512i (&halves)[2], Line& rounded) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   const __m512i larger = _mm512_max_epu16(
       _mm512_and_si512(halves[0], magnitude), _mm512_and_si512(halves[1], magnitude));
@@ -170,7 +107,7 @@ struct Rounded {
   std::vector<float> scales;
   __m512i codes;
 
-  MRP_AVX512_CODES Rounded(const BFloat16* x, int64_t tokens, int64_t columns)
+  MRP_AVX512_VNNI Rounded(const BFloat16* x, int64_t tokens, int64_t columns)
       : groups((columns + GROUP - 1) / GROUP), padded((groups + 15) / 16 * 16),
         lines(2 * tokens * groups), scales(tokens * padded) {
     alignas(16) uint8_t table[16];
@@ -191,7 +128,7 @@ struct Rounded {
 
   // What the products of each token with each group of a row are multiplied by: both scales.
   template <int Tokens>
-  MRP_AVX512_CODES const float* factors(
+  MRP_AVX512_VNNI const float* factors(
       int64_t t, const float* of_row, std::vector<Line>& place) const {
     place.resize(4 * padded / 16);  // up to four tokens
     float* products = reinterpret_cast<float*>(place.data());
@@ -207,7 +144,7 @@ struct Rounded {
   }
 
   template <int Tokens>
-  MRP_AVX512_CODES void add(
+  MRP_AVX512_VNNI void add(
       int64_t t, int64_t group, __m512i nibbles, uint64_t kept, const float* factors,
       __m512 (&sums)[Tokens]) const {
     const __m512i spread = _mm512_mask_expand_epi8(

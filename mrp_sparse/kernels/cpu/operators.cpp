@@ -1,8 +1,10 @@
 // The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8.
-// One or two tokens of bfloat16 are multiplied as rows are decoded, and with AVX-512 more of them in
-// panels. All else is decoded for a dense product of some rows, or, of 8 bits, multiplied by torch.
+// With AVX-512, tokens of bfloat16 are multiplied as rows are decoded, or, if they are many, in panels;
+// without it, one or two of them row by row. All else is decoded for a dense product of some rows, or,
+// of 8 bits, multiplied by torch.
 #include "byte_rows.h"
 #include "coded_rows.h"
+#include "few_tokens.h"
 #include "panels.h"
 #include "rows.h"
 #include "torch_calls.h"
@@ -15,7 +17,8 @@ using mrp::ScalarType;
 using mrp::Shape;
 using mrp::Tensor;
 
-// Up to here a row is multiplied as it is decoded; beyond, it is decoded once for all tokens.
+// Up to here a row is multiplied as it is decoded without AVX-512, or with tokens of 8 bits; beyond, it
+// is decoded once for all tokens.
 constexpr int64_t FEW_TOKENS = 2;
 // Of 8 bits, which `byte_rows.h` widens anew for each token.
 constexpr int64_t FEW_TOKENS_OF_BYTES = 8;
@@ -23,6 +26,11 @@ constexpr int64_t FEW_TOKENS_OF_BYTES = 8;
 constexpr int64_t GRAIN = 32768;
 // Bytes of dense rows for torch's product: much more would be mapped and cleared anew by each call.
 constexpr int64_t DENSE_BYTES = 1 << 22;
+
+template <typename T>
+const T* data_of(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
 
 // What all products have in common: tokens of `columns` with the rows of a packed weight.
 class Product {
@@ -58,20 +66,22 @@ class Product {
   }
 
 #ifdef MRP_AVX512
-  // The product with rows that are decoded in panels.
+  // The product with rows that are decoded into registers, for few tokens, or in panels.
   template <typename Rows>
-  Tensor by_panels(const Rows& weight) const {
-    const auto* input = static_cast<const BFloat16*>(x.const_data_ptr());
-    const int64_t height = mrp::panel_rows(columns);
+  Tensor by_vectors(const Rows& weight) const {
+    const int64_t most = count <= mrp::FEW_TOKENS ? mrp::FEW_TOKENS : mrp::TILE_TOKENS;
+    const int64_t height = mrp::panel_rows(columns), panels = (rows_ + height - 1) / height;
+    const auto* input = data_of<BFloat16>(x);
     return filled([&](const BFloat16* bias, BFloat16* y) {
       for (int64_t first = 0; first < count; first += mrp::MOST_TOKENS) {
-        mrp::TokenTiles tokens(std::min(mrp::MOST_TOKENS, count - first), columns);
+        mrp::TokenTiles tokens(std::min(mrp::MOST_TOKENS, count - first), columns, most);
         mrp::in_parallel(tokens.tiles(), grain(), [&](int64_t begin, int64_t end) {
-          tokens.fill(input + first * columns, begin, end);
+          tokens.fill<Rows>(input + first * columns, begin, end);
         });
-        const int64_t panels = (rows_ + height - 1) / height;
         mrp::in_parallel(panels, grain() / height + 1, [&](int64_t begin, int64_t end) {
-          mrp::multiply_panels(
+          const auto multiply = count <= mrp::FEW_TOKENS ? mrp::multiply_few<Rows>
+                                                         : mrp::multiply_panels<Rows>;
+          multiply(
               weight, tokens, bias, y + first * rows_, rows_, begin * height,
               std::min(end * height, rows_));
         });
@@ -131,11 +141,6 @@ class Product {
   Bias bias_;
 };
 
-template <typename T>
-const T* data_of(const Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
-
 template <typename Decode>
 Tensor packed_linear(
     const Product& product, const Tensor& values, const Tensor& places, const int64_t* offsets,
@@ -149,20 +154,20 @@ Tensor packed_linear(
     const mrp::Packed<T> weight{
         first, first + stored.numel(), data_of<uint8_t>(where), where.size(1), product.columns,
         offsets};
+    const auto decode = [&](int64_t r, T* dense) { mrp::decode_row<Decode>(weight, r, dense); };
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (product.count <= FEW_TOKENS) {
-        return product.by_rows([&, x = data_of<T>(product.x)](auto... range) {
-          mrp::multiply<Decode>(weight, x, product.count, range..., portable);
-        });
-      }
 #ifdef MRP_AVX512
       if (!portable && mrp::has_avx512()) {
-        return product.by_panels(mrp::PackedRows<Decode>{weight});
+        return product.by_vectors(mrp::PackedRows<Decode>{weight});
       }
 #endif
+      if (product.count <= FEW_TOKENS) {
+        return product.by_rows([&, x = data_of<T>(product.x)](auto... range) {
+          mrp::multiply_decoded(decode, product.columns, x, product.count, range...);
+        });
+      }
     }
-    return product.template by_dense<T>(
-        [&](int64_t r, T* dense) { mrp::decode_row<Decode>(weight, r, dense); });
+    return product.template by_dense<T>(decode);
   });
 }
 
@@ -194,16 +199,17 @@ template <typename T>
 Tensor coded_linear(
     const Product& product, const mrp::Coded<T>& weight, bool eight_bits, bool portable) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    if (product.count <= FEW_TOKENS) {
-      const mrp::CodedProduct few(
-          data_of<T>(product.x), product.count, product.columns, eight_bits, portable);
-      return product.by_rows([&](auto... range) { few.multiply(weight, range...); });
-    }
+    const bool few = product.count <= FEW_TOKENS;
 #ifdef MRP_AVX512
-    if (!portable && mrp::has_avx512_codes()) {
-      return product.by_panels(mrp::CodedRows{weight});
+    if (!portable && mrp::has_avx512() && !(few && eight_bits)) {
+      return product.by_vectors(mrp::CodedRows{weight});
     }
 #endif
+    if (few) {
+      const mrp::CodedProduct some(
+          data_of<T>(product.x), product.count, product.columns, eight_bits, portable);
+      return product.by_rows([&](auto... range) { some.multiply(weight, range...); });
+    }
   }
   return product.template by_dense<T>(
       [&](int64_t r, T* dense) { mrp::decode_row(weight, r, dense); });

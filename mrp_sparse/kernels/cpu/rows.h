@@ -1,4 +1,4 @@
-// Rows of a packed weight: decoded, and multiplied with tokens. Nothing here knows tensors.
+// Rows of a packed weight, and how they are decoded. Nothing here knows tensors.
 //
 // One bit a column says whether it is kept, the first column in the lowest bit; the kept values of a
 // row follow one another. 2:4 nibbles are read as such bits while they pass. No load goes past the
@@ -26,6 +26,8 @@
 namespace mrp {
 
 using c10::BFloat16;
+
+constexpr int64_t WORD = 64;  // columns whose places are read at once
 
 // The weight as it is stored: rows of bytes of places, and all kept values.
 template <typename T>
@@ -83,7 +85,7 @@ constexpr int64_t decoded(int first) {
 // The kept ones of the next columns of a row, of which up to 64 are looked at.
 template <typename Decode>
 inline uint64_t kept_columns(const uint8_t* places, int64_t columns) {
-  if (columns >= 64) {
+  if (columns >= WORD) {
     uint64_t word;
     std::memcpy(&word, places, 8);
     return Decode::decode(word);
@@ -145,31 +147,10 @@ void multiply_decoded(
 }
 
 #ifdef MRP_AVX512
-// ---- With AVX-512: `vpexpandw` spreads 32 columns, `vdpbf16ps` multiplies and adds them ----
-
-// Bytes of values, by measurement: half as many cost a tenth at 70%, four times as many at 50%.
-constexpr int64_t AHEAD = 2048;
+// ---- With AVX-512: `vpexpandw` spreads 32 columns ----
 
 MRP_AVX512 inline uint32_t low_bits(int64_t count) {
   return static_cast<uint32_t>((uint64_t{1} << count) - 1);
-}
-
-// The kept ones of the next 128 columns, 32 at a time.
-template <typename Decode>
-MRP_AVX512 inline void kept_columns_128(const uint8_t* places, uint32_t (&kept)[4]) {
-  if constexpr (std::is_same_v<Decode, Nibbles>) {
-    // `decode` of each of the nibbles, looked up for all 32 at once.
-    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(places));
-    const __m128i table = _mm_set_epi64x(decoded(8), decoded(0));
-    const __m128i nibble = _mm_set1_epi8(15);
-    const __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(words, nibble));
-    const __m128i high =
-        _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(words, 4), nibble));
-    const __m128i bits = _mm_or_si128(low, _mm_slli_epi16(high, 4));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(kept), bits);
-  } else {
-    std::memcpy(kept, places, sizeof kept);
-  }
 }
 
 // 32 columns of a row, of which the last may be fewer or the values may end.
@@ -187,86 +168,82 @@ MRP_AVX512 inline __m512i expand_carefully(
 
 // 32 columns of a row, with 32 values to be read from v on.
 MRP_AVX512 inline __m512i expand(const BFloat16*& v, uint32_t kept) {
-  const __m512i spread = _mm512_maskz_expand_epi16(kept, _mm512_loadu_si512(v));
+  __m512i values = _mm512_loadu_si512(v);
+  // Of an operand in memory Zen 4's `vpexpandw` takes five cycles, of a register two.
+  asm("" : "+v"(values));
   v += _mm_popcnt_u32(kept);
-  return spread;
+  return _mm512_maskz_expand_epi16(kept, values);
 }
 
-// The products of one row with `Tokens` tokens that are `columns` apart.
-template <typename Decode, int Tokens>
-MRP_AVX512 void multiply_row_avx512(
-    const Packed<BFloat16>& weight, const uint8_t* places, const BFloat16* v, const BFloat16* x,
-    float* sums) {
-  constexpr int chains = Tokens == 1 ? 4 : 2;  // of sums, so that none waits for the one before
-  __m512 parts[Tokens][chains];
-  for (int t = 0; t < Tokens; t++) {
-    for (int chain = 0; chain < chains; chain++) {
-      parts[t][chain] = _mm512_setzero_ps();
-    }
-  }
-  int64_t column = 0;
-  for (; column + 128 <= weight.columns && weight.end - v >= 128; column += 128) {
-    _mm_prefetch(reinterpret_cast<const char*>(v) + AHEAD, _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(v) + AHEAD + 64, _MM_HINT_T0);
-    if (column % 512 == 0) {
-      _mm_prefetch(reinterpret_cast<const char*>(places) + column / 8 + AHEAD / 8, _MM_HINT_T0);
-    }
-    uint32_t kept[4];
-    kept_columns_128<Decode>(places + column / 8, kept);
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; part++) {
-      const __m512i spread = expand(v, kept[part]);
-      for (int t = 0; t < Tokens; t++) {
-        const __m512i token = _mm512_loadu_si512(x + t * weight.columns + column + 32 * part);
-        parts[t][part % chains] =
-            _mm512_dpbf16_ps(parts[t][part % chains], (__m512bh)spread, (__m512bh)token);
-      }
-    }
-  }
-  for (; column < weight.columns; column += 32) {
-    const int64_t width = std::min<int64_t>(32, weight.columns - column);
-    const uint64_t kept = kept_columns<Decode>(places + column / 8, width);
-    const __m512i spread = expand_carefully(v, weight.end, static_cast<uint32_t>(kept));
-    for (int t = 0; t < Tokens; t++) {
-      const __m512i token =
-          _mm512_maskz_loadu_epi16(low_bits(width), x + t * weight.columns + column);
-      parts[t][0] = _mm512_dpbf16_ps(parts[t][0], (__m512bh)spread, (__m512bh)token);
-    }
-  }
-  for (int t = 0; t < Tokens; t++) {
-    __m512 total = _mm512_add_ps(parts[t][0], parts[t][1]);
-    if (chains == 4) {
-      total = _mm512_add_ps(total, _mm512_add_ps(parts[t][chains - 2], parts[t][chains - 1]));
-    }
-    sums[t] = _mm512_reduce_add_ps(total);
-  }
-}
+// A range of memory that is fetched little by little, while something else is computed.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const void* begin, const void* end, int64_t strides)
+      : at_(static_cast<const char*>(begin)),
+        stride_(std::max<int64_t>(static_cast<const char*>(end) - at_, 0) / strides) {}
 
+  MRP_AVX512 void fetch() {
+    for (int64_t byte = 0; byte < stride_; byte += LINE) {
+      _mm_prefetch(at_ + byte, _MM_HINT_T1);
+    }
+    at_ += stride_;
+  }
+
+ private:
+  static constexpr int64_t LINE = 64;
+  const char* at_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+// The rows of a packed weight, for the kernels of `few_tokens.h` and `panels.h`, which decode them 64
+// columns at a time into two registers, and take the tokens as `arrange` orders them.
 template <typename Decode>
-void multiply_rows_avx512(
-    const Packed<BFloat16>& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias,
-    BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; r++) {
-    const uint8_t* places = weight.places + r * weight.row_bytes;
-    const BFloat16* v = weight.row(r);
-    const float added = bias ? static_cast<float>(bias[r]) : 0.0f;
-    for (int64_t t = 0; t < tokens;) {
-      const BFloat16* token = x + t * weight.columns;
-      float sums[2];
-      int64_t taken = 1;
-      if (tokens - t >= 2) {
-        multiply_row_avx512<Decode, 2>(weight, places, v, token, sums);
-        taken = 2;
-      } else {
-        multiply_row_avx512<Decode, 1>(weight, places, v, token, sums);
-      }
-      for (int64_t i = 0; i < taken; i++) {
-        y[(t + i) * rows + r] = static_cast<BFloat16>(sums[i] + added);
-      }
-      t += taken;
+struct PackedRows {
+  const Packed<BFloat16>& weight;
+
+  // Where in a row the next 64 columns are.
+  struct Cursor {
+    const uint8_t* places;
+    const BFloat16* v;
+    const BFloat16* end;
+
+    // Carefully: of the columns there may be only `width`, and the values may end.
+    template <bool careful>
+    MRP_AVX512 void next(int64_t width, __m512i (&halves)[2]) {
+      const uint64_t kept = kept_columns<Decode>(places, careful ? width : WORD);
+      const auto lower = static_cast<uint32_t>(kept), upper = static_cast<uint32_t>(kept >> 32);
+      halves[0] = careful ? expand_carefully(v, end, lower) : expand(v, lower);
+      halves[1] = careful ? expand_carefully(v, end, upper) : expand(v, upper);
+      places += 8;
     }
+  };
+
+  int64_t columns() const { return weight.columns; }
+
+  Cursor cursor(int64_t r) const {
+    return {weight.places + r * weight.row_bytes, weight.row(r), weight.end};
   }
-}
+
+  // So many times 64 columns of row r can be read without a look at where the values end.
+  int64_t whole(int64_t r) const {
+    return std::min<int64_t>(weight.columns, weight.end - weight.row(r)) / WORD;
+  }
+
+  MRP_AVX512 static void arrange(__m512i (&)[2]) {}
+
+  // The values of the rows from `begin` to `end`, of which half are thought to be kept.
+  Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
+    const BFloat16* last = weight.row(end - 1);
+    return Ahead(
+        weight.row(begin), last + std::min(weight.columns / 2, weight.end - last), strides);
+  }
+
+  Ahead places_ahead(int64_t begin, int64_t end, int64_t strides) const {
+    return Ahead(
+        weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
+  }
+};
 #endif
 
 // ---- What the processor has ----
@@ -280,21 +257,6 @@ inline bool has_avx512() {
 #else
   return false;
 #endif
-}
-
-template <typename Decode>
-void multiply(
-    const Packed<BFloat16>& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias,
-    BFloat16* y, int64_t rows, int64_t begin, int64_t end, bool portable) {
-#ifdef MRP_AVX512
-  if (!portable && has_avx512()) {
-    multiply_rows_avx512<Decode>(weight, x, tokens, bias, y, rows, begin, end);
-    return;
-  }
-#endif
-  multiply_decoded(
-      [&](int64_t r, BFloat16* dense) { decode_row<Decode>(weight, r, dense); }, weight.columns, x,
-      tokens, bias, y, rows, begin, end);
 }
 
 }  // namespace mrp
