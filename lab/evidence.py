@@ -137,10 +137,12 @@ def waiting(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> list[Trial]
             for _, row in rows.iterrows()}  # fmt: skip
     ordered: dict[Trial, None] = {}
     for pattern in evidence.order:
-        for trial in sweep.trials:
-            if fnmatchcase(str(trial.directory), pattern):
-                ordered[Trial(trial.model)] = None
-                ordered[trial] = None
+        matching = [trial for trial in sweep.trials if fnmatchcase(str(trial.directory), pattern)]
+        if not matching:
+            raise SystemExit(f"error: `order`: no run of the sweep is called {pattern}")
+        for trial in matching:
+            ordered[Trial(trial.model)] = None
+            ordered[trial] = None
     return [trial for trial in ordered if tuple(key_of(trial).values()) not in done]
 
 
