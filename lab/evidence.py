@@ -251,6 +251,9 @@ def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
         of_model = rows[(rows["model"] == name) & (rows["engine"] == "")]
         parts += [f"## {name}", model.note.strip()]
         parts += [markdown(table) for table in tables_of(of_model)]
+        served = rows[(rows["model"] == name) & (rows["engine"] != "")]
+        if len(served):
+            parts += ["Decoding one sequence (`lab/engines.py`):", markdown(engines_table(served))]
     parts += list(left_out(evidence, sweep, rows))
     parts.append(f"The runs are those of `mrp-lightning sweep {configs}`; each row of "
                  f"[the table]({Path(evidence.table).name}) has its own command.")  # fmt: skip
@@ -313,6 +316,13 @@ def tables_of(rows: pd.DataFrame) -> Iterator[Table]:
                 numbers.MISSING if pd.isna(peak) else f"{peak:.1f}",
             ))  # fmt: skip
         yield Table.of_rows("", header, cells, group=str(text_name))
+
+
+def engines_table(rows: pd.DataFrame) -> Table:
+    """Return the tokens a second of a model in the engines that ran it."""
+    header = ("method", "bits", "engine", "tokens a second")
+    columns = ["format", "method", "bits_on_disk", "engine", "tokens_per_second"]
+    return Table.of_rows("", header, rows[columns].to_numpy().tolist(), group="format")
 
 
 def left_out(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Iterator[str]:

@@ -135,6 +135,19 @@ def write_models(width: int) -> dict[str, Path]:
     return directories
 
 
+def environment(threads: int) -> dict[str, str]:
+    """Return the variables with which vLLM runs on the first cores, in this process."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0" if threads == 1 else f"0-{threads - 1}",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 def start(directory: Path) -> Any:
     """Load a model into vLLM, in this process."""
     from vllm import LLM
@@ -151,12 +164,14 @@ def start(directory: Path) -> Any:
     )
 
 
-def seconds(llm: Any, sequences: int, length: int, new: int, seed: int) -> float:
+def seconds(
+    llm: Any, sequences: int, length: int, new: int, seed: int, vocabulary: int = VOCABULARY
+) -> float:
     """Return the time in which random prompts of this length are continued by `new` tokens each."""
     from vllm import SamplingParams
 
     random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, VOCABULARY, (sequences, length), generator=random).tolist()
+    ids = torch.randint(5, vocabulary, (sequences, length), generator=random).tolist()
     options = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
     llm.generate([{"prompt_token_ids": row} for row in ids], options, use_tqdm=False)
@@ -287,20 +302,10 @@ def main() -> None:
         measure_here(options)
     else:
         for threads in options.threads:
-            cores = "0" if threads == 1 else f"0-{threads - 1}"
-            environment = os.environ | {
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": str(threads),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": cores,
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_LOGGING_LEVEL": "ERROR",
-                "VLLM_NO_USAGE_STATS": "1",
-            }
             command = [sys.executable, __file__, "--here", "--threads", str(threads)]
             command += ["--width", str(options.width), "--rounds", str(options.rounds)]
             command += ["--tokens", str(options.tokens)]
-            subprocess.run(command, env=environment, check=True)
+            subprocess.run(command, env=os.environ | environment(threads), check=True)
     if options.out is not None and not options.here:
         write_page(options.out)
 
