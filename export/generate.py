@@ -1,9 +1,10 @@
 """`python -m export.generate DIR --prompt TEXT` streams a model's text, and reports its speed.
 
 On a CPU, a decoding step is compiled ahead of time, once for each shape and format, which takes
-minutes, and cached for later starts. On a GPU, transformers compiles it with a static cache at each
-start, and CUDA graphs replay it. If it cannot be compiled, a warning says why, and each step runs
-in Python.
+minutes, and cached for later starts. At the first start Python takes the steps of the text, and the
+step is compiled when the text is written; with `--compare`, which measures, before. On a GPU,
+transformers compiles it with a static cache at each start, and CUDA graphs replay it. If it cannot
+be compiled, a warning says why, and each step runs in Python.
 """
 
 import os
@@ -48,11 +49,11 @@ def main(args: Sequence[str] | None = None) -> None:
                     options.max_new_tokens,
                     device,
                     compiled=not options.eager,
+                    text_first=not options.compare,
                     eight_bits=options.activations == 8,
                     eight_bit_head=options.head_bits == 8,
                 )
             )
-            print(f"{speeds[-1]}\n")
     if options.compare and speeds[0].rate:
         dense, packed = speeds
         print(
@@ -125,10 +126,13 @@ def _generate(
     device: torch.device,
     *,
     compiled: bool,
+    text_first: bool,
     eight_bits: bool,
     eight_bit_head: bool,
 ) -> "Speed":
-    """Print a model's continuation of a text, and return its speed.
+    """Print a model's continuation of a text and its speed, and return the speed.
+
+    With `text_first`, a step that is not compiled yet is compiled after the text, for the next one.
 
     Raises:
         OptionError: The model's head cannot be rounded to 8 bits; see `Head.of`.
@@ -142,7 +146,7 @@ def _generate(
     from mrp_lightning.models.checkpoint import longest_sequence
     from mrp_lightning.models.loading import load_tokenizer
     from mrp_sparse.compiled_step import round_activations
-    from mrp_sparse.decoding import TimedStreamer, write
+    from mrp_sparse.decoding import TimedStreamer, compile_step, step_to_compile, write
     from mrp_sparse.eight_bit_head import EightBitLinear, round_head
     from mrp_sparse.packed_linear import Bitmask4Linear
 
@@ -178,7 +182,15 @@ def _generate(
             _change(model, first, "activations of 8 bits", round_activations)
         else:
             print("[activations of 8 bits: no layer has four bits, and none is rounded]")
-    return write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, compiled)
+    missing = None
+    if compiled and text_first:
+        missing = step_to_compile(model, length + max_new_tokens)
+    speed = write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, not missing and compiled)
+    print(f"{speed}\n", flush=True)
+    if missing is not None:
+        print("[Python took each step. Now the step is compiled for the next start, or Ctrl-C.]")
+        compile_step(missing)
+    return speed
 
 
 @torch.no_grad()

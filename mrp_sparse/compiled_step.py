@@ -73,18 +73,20 @@ class CompiledStep:
     Args:
         model: The model, on the CPU. Its weights are shared and must stay where they are.
         length: The largest number of tokens, rounded up to a multiple of `LENGTHS`.
+        later: Whether the step is compiled and loaded by `prepare`, which the caller calls, and not
+            at once.
 
     Attributes:
-            file: The file of the compiled step.
+        file: The file of the compiled step.
 
     Raises:
-            OptionError: A model of this kind cannot be compiled.
+        OptionError: A model of this kind cannot be compiled.
         Exception: The errors of torch.export and of the compilers, of many kinds.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, model: Any, length: int) -> None:
+    def __init__(self, model: Any, length: int, *, later: bool = False) -> None:
         self._model, self._position = model, 0
         self._length = -(-length // LENGTHS) * LENGTHS
         self._cache = StaticCache(config=model.config, max_cache_len=self._length)
@@ -99,6 +101,17 @@ class CompiledStep:
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache)
         self._step = Step(model, self._cache).eval()
         self.file = _file(self._step)
+        if not later:
+            self.prepare()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Load the step, compiled before if its file is missing.
+
+        Raises:
+            Exception: The errors of torch.export and of the compilers, of many kinds.
+        """
         # Of several processes one compiles; the others wait, and load its file.
         with locked(self.file.with_suffix(".lock")):
             if not self.file.is_file():

@@ -1,8 +1,9 @@
 """Greedy generation at batch 1, and its speed.
 
 On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
-kept for the next start. On a GPU transformers compiles it around a static cache and replays CUDA
-graphs. Where that fails, a warning gives the reason, and steps run eagerly.
+kept for the next start; `step_to_compile` returns it if it is missing. On a GPU transformers
+compiles it around a static cache and replays CUDA graphs. Where that fails, a warning gives the
+reason, and steps run eagerly.
 """
 
 import logging
@@ -111,6 +112,37 @@ def write(
     )
 
 
+def step_to_compile(model: Any, length: int) -> CompiledStep | None:
+    """Return the step of a model for a number of tokens if it can be compiled and is not yet.
+
+    `compile_step` compiles it. Where it cannot be compiled, `write` gives the reason.
+    """
+    if not _is_on_cpu(model):
+        return None
+    try:
+        _require_greedy(model)
+        step = CompiledStep(model, length, later=True)
+    except Exception:  # of the model's own code, too, whose kinds nobody knows
+        log.debug("The step cannot be compiled.", exc_info=True)
+        return None
+    return None if step.file.is_file() else step
+
+
+def compile_step(step: CompiledStep) -> None:
+    """Compile a step for the next start; a failure is logged, since the text is written."""
+    try:
+        step.prepare()
+    except Exception as error:  # each part of torch.export and the compilers has its own
+        log.debug("The step was not compiled.", exc_info=True)
+        log.warning(_EAGER, first_line(error))
+
+
+def _require_greedy(model: Any) -> None:
+    """Raise if a model's generation settings change which token follows: a step ignores them."""
+    if asks := set(model.generation_config.to_diff_dict()) - _FREE:
+        raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
+
+
 def _is_on_cpu(model: Any) -> bool:
     return bool(model.device.type == "cpu")
 
@@ -143,9 +175,7 @@ def _write_compiled(
 ) -> bool:
     """Generate by compiled steps; return False, with a warning, if the model cannot be compiled."""
     try:
-        # The loop below takes the largest logit alone, and would ignore these settings.
-        if asks := set(model.generation_config.to_diff_dict()) - _FREE:
-            raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
+        _require_greedy(model)
         step = CompiledStep(model, prompt.shape[1] + max_new_tokens)
     except Exception as error:  # each part of torch.export and the compilers has its own
         log.debug("The step was not compiled.", exc_info=True)

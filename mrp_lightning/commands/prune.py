@@ -265,9 +265,10 @@ def _parser(args: Sequence[str] = ()) -> Any:
     group.add_argument("--text-column", metavar="NAME", help=text)
     text = "the directory or hub id of a tokenizer (default: the model's own)"
     group.add_argument("--tokenizer", metavar="NAME", help=text)
-    text = "windows of text to calibrate on (default: 128)"
+    text = "windows of text to calibrate on (default: 128, and fewer of its own where a model is "
+    text += "small)"
     number = number_from(1)
-    group.add_argument("--num-samples", type=number, default=128, metavar="N", help=text)
+    group.add_argument("--num-samples", type=number, metavar="N", help=text)
     text = "tokens a window (default: 2048, or as many as the model reads)"
     group.add_argument("--sequence-length", type=number_from(2), metavar="N", help=text)
     group.add_argument("--batch-size", type=number, default=1, metavar="N", help="windows a batch")

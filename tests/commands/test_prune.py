@@ -196,6 +196,18 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     assert report["provenance"]["data"]["source"] == "the model's own text"
 
 
+def test_a_small_model_writes_no_more_than_its_widest_layer_needs(
+    tiny_llama, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    options = ["--sparsity=0.5", "--eval-samples=1", "--accelerator=cpu", "--method=magnitude"]
+    main(["prune", str(tiny_llama), "--sequence-length=64", *options])
+    assert "calibrated on 32 windows of text" in " ".join(capsys.readouterr().out.split())
+    report = json.loads((Path(f"{tiny_llama.name}-50") / "pruning_report.json").read_text())
+    widest = max(layer["shape"][1] for layer in report["layers"])
+    assert widest == 64  # 32 windows of 64 tokens: 32 tokens a column
+
+
 def messages_about_settings():
     """Every string of the package in which an argument stands between back-ticks, by its module."""
     for file in sorted((ROOT / "mrp_lightning").rglob("*.py")):

@@ -11,7 +11,7 @@ from export.generate import main
 from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError
-from mrp_sparse import decoding
+from mrp_sparse import compiled_step, decoding
 
 PROMPT = "import os\n\ndef "
 
@@ -91,12 +91,29 @@ def test_what_else_generation_would_return_keeps_no_step_from_being_compiled(mon
     settings = json.loads((STDLIB_LLAMA / "generation_config.json").read_text())
     assert settings["output_attentions"] is False
 
-    def asked(model, length):
+    def asked(model, length, **_):
         raise OptionError(f"a step of {type(model).__name__} for {length} tokens")
 
     monkeypatch.setattr(decoding, "CompiledStep", asked)
     main([str(STDLIB_LLAMA), "--prompt", "import", "--max-new-tokens", "3", "--device", "cpu"])
     assert "(OptionError: a step of LlamaForCausalLM for 4 tokens)" in caplog.text
+
+
+def test_the_text_comes_before_the_compiler(monkeypatch, tmp_path, capsys, caplog):
+    """The first start writes by Python's steps, and then compiles; the next start runs the step."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    texts = []
+
+    def compiling(step, file):
+        texts.append(capsys.readouterr().out)
+        raise OSError("no compiler in this test")
+
+    monkeypatch.setattr(compiled_step, "_compile", compiling)
+    main([str(STDLIB_LLAMA), "--prompt", PROMPT, "--max-new-tokens", "3", "--device", "cpu"])
+    assert PROMPT in texts[0]
+    assert "[3 tokens: the first after" in texts[0]
+    assert "no compiler in this test" in caplog.text
+    assert not [*tmp_path.rglob("*.pt2")]
 
 
 def text_of(model, tokenizer, count):
