@@ -92,6 +92,20 @@ class PruningCLI(LightningCLI):
         commands["predict"] = commands["predict"] | {"callbacks"}
         return commands
 
+    @classmethod
+    def of(cls, command: str) -> type["PruningCLI"]:
+        """Return the class with one subcommand alone, if it is one, since each takes its time."""
+        commands = cls.subcommands()
+        if command not in commands:
+            return cls
+
+        class OneCommand(cls):  # type: ignore[valid-type, misc]
+            @staticmethod
+            def subcommands() -> dict[str, set[str]]:
+                return {command: commands[command]}
+
+        return OneCommand
+
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint's hyperparameters, or raise the reason why they cannot be read."""
         path = self._value("ckpt_path")

@@ -82,7 +82,7 @@ def _run(words: list[str], args: list[str] | None) -> None:
     # seconds.
     check_arguments(first, words[1:])
     if first in _OF_LIGHTNING or first.startswith("-"):
-        _run_lightning(args)
+        _run_lightning(first, args)
     else:
         command_named(first)(words[1:])
 
@@ -137,7 +137,7 @@ def command_named(name: str) -> Callable[[list[str]], None]:
     raise OptionError(f"there is no command `{name}`. {meant}")
 
 
-def _run_lightning(args: list[str] | None) -> None:
+def _run_lightning(command: str, args: list[str] | None) -> None:
     with extra("cli", "This command"):
         import jsonargparse  # noqa: F401
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -148,7 +148,7 @@ def _run_lightning(args: list[str] | None) -> None:
     try:
         # From the first file read on, since a trainer handles signals only between batches.
         with interruptible(unclaimed_signals(), at_once=True), silent_start():
-            PruningCLI(args)
+            PruningCLI.of(command)(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"Lightning refuses this configuration: {reason}") from error

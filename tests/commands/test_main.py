@@ -37,6 +37,13 @@ def prune(model: Path, text: str, *more: str) -> None:
     main(arguments("predict", model, text, "--trainer.callbacks=callbacks.MRPCallback", *more))
 
 
+def test_a_command_builds_no_parser_of_another():
+    assert PruningCLI.of("predict").subcommands() == {
+        "predict": PruningCLI.subcommands()["predict"]
+    }
+    assert PruningCLI.of("--config") is PruningCLI  # the command comes later on the line
+
+
 def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
