@@ -39,7 +39,7 @@ _LOSS = _Quantity(
 _LOSS_TEXT = (
     "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². In the maps "
     "a cell is a layer, or the mean of a layer of all experts; maps of one sparsity share a scale "
-    "in which equal steps of colour are equal ratios. An empty cell is a layer that there is not, "
+    "in which equal steps of colour are equal ratios. An empty cell is a layer that does not exist, "
     "or that the run did not reach."
 )
 _ERROR = _Quantity(
