@@ -39,8 +39,8 @@ _LOSS = _Quantity(
 _LOSS_TEXT = (
     "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². In the maps "
     "a cell is a layer, or the mean of a layer of all experts; maps of one sparsity share a scale "
-    "in which equal steps of colour are equal ratios. A cell is empty if there is no such layer, or "
-    "if the run did not reach it."
+    "in which equal steps of colour are equal ratios. A cell is empty if there is no such layer, "
+    "or if the run did not reach it."
 )
 _ERROR = _Quantity(
     "error_after",
