@@ -1,13 +1,13 @@
 """The speed of vLLM with sparse weights, against dense ones and against its own int4, on a CPU.
 
-    python lab/benchmarks/serving.py --threads 1 --out lab/results/serving.md
-    python lab/benchmarks/serving.py --threads 2 --out lab/results/serving.md
+    python lab/benchmarks/serving.py --threads 1 2 --out lab/results/serving.md
+    python lab/benchmarks/serving.py --threads 1 --width 4096 --layers 2 --rounds 2 --out PAGE
 
-The model is a LLaMA of a given width with random weights, since speed does not depend on what
-weights mean; a directory for each form is written to `runs/serving`, once. All forms are loaded in
-one process. Each measurement goes through all of them in turn, and the medians are taken. Decoding
-is timed as the difference between 1 and 1 + N new tokens, so that the prompt does not count. Times
-are wall times: nothing else may run. The page is written from all measurements that were made.
+The model is a LLaMA of a given size with random weights, since speed does not depend on what they
+mean; a directory for each form is written to `runs/serving`, once. All forms are loaded in one
+process. Each measurement goes through all of them in turn, and the medians are taken. Decoding is
+timed as the difference between 1 and 1 + N new tokens, so that the prompt does not count. Times are
+wall times: nothing else may run. The page is written from all measurements that were made.
 """
 
 import argparse
@@ -36,7 +36,7 @@ NAMES = {
 DECODING = (1, 8, 16, 32)
 """Sequences that are decoded at once."""
 PROMPT, PREFILL = 4, 256
-LAYERS, GROUP, VOCABULARY = 4, 64, 4096
+GROUP, VOCABULARY = 64, 4096
 RUNS = Path("runs/serving")
 Directories = Mapping[str, Path]
 
@@ -86,11 +86,11 @@ def settings(form: str, modules: Mapping[str, int]) -> dict[str, Any]:
     return {"quant_method": f"mrp_{form}", "format_version": 1, "modules": dict(modules)}
 
 
-def write_models(width: int) -> dict[str, Path]:
-    """Write a random LLaMA of this width in all forms, unless it is there; return directories."""
+def write_models(width: int, layers: int) -> dict[str, Path]:
+    """Write a random LLaMA of this size in all forms, unless it is there; return directories."""
     from transformers import LlamaConfig
 
-    directories = {form: RUNS / f"{width}-{form}" for form in FORMS}
+    directories = {form: RUNS / f"{width}x{layers}-{form}" for form in FORMS}
     if all((path / "config.json").exists() for path in directories.values()):
         return directories
     random = torch.Generator().manual_seed(0)
@@ -101,14 +101,14 @@ def write_models(width: int) -> dict[str, Path]:
     common: dict[str, Tensor] = {"model.norm.weight": torch.ones(width)}
     for name in ("model.embed_tokens", "lm_head"):
         common[f"{name}.weight"] = 0.02 * torch.randn(VOCABULARY, width, generator=random)
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for name in ("input_layernorm", "post_attention_layernorm"):
             common[f"model.layers.{layer}.{name}.weight"] = torch.ones(width)
     tensors = {form: {name: x.bfloat16() for name, x in common.items()} for form in FORMS}
     modules: dict[str, dict[str, int]] = {form: {} for form in FORMS}
     for name, (rows, columns) in shapes.items():
         for form, stored in packed_forms(rows, columns, random):
-            for layer in range(LAYERS):
+            for layer in range(layers):
                 prefix = f"model.layers.{layer}.{name}"
                 modules[form][prefix] = next(iter(stored.values())).numel()
                 # Each layer has memory of its own, as in a model.
@@ -116,7 +116,7 @@ def write_models(width: int) -> dict[str, Path]:
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=wide,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=width // 128,
         num_key_value_heads=width // 128,
         vocab_size=VOCABULARY,
@@ -234,8 +234,8 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
     yield "```"
     yield ""
     yield (
-        f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}. A LLaMA of "
-        f"{LAYERS} layers with random weights; eager. int4 is compressed-tensors in groups of "
+        f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}. A LLaMA "
+        "with random weights; eager. int4 is compressed-tensors in groups of "
         f"{GROUP}; sparse weights are `bitmask` and `bitmask4`. Tokens a second, medians of "
         f"interleaved rounds ({results[0]['rounds']}) on an idle machine. Prompts have "
         f"{PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, which a "
@@ -245,6 +245,7 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
         rates, columns = result["rates"], list(result["rates"]["dense"])
         threads = f"{result['threads']} core{'s' * (result['threads'] > 1)}"
         yield from ("", f"## {result['width']} columns, {threads}", "")
+        yield from (f"{result['layers']} layers.", "")
         yield from (
             f"| tokens a second | file, MB | {' | '.join(columns)} |",
             f"|---|{'---|' * (1 + len(columns))}",
@@ -266,11 +267,13 @@ def write_page(out: Path) -> None:
 
 def measure_here(options: argparse.Namespace) -> None:
     """Measure in this process, which has its number of threads, and write the numbers."""
-    directories = write_models(options.width)
+    directories = write_models(options.width, options.layers)
     content: dict[str, Any] = {
-        "command": f"--threads {options.threads[0]} --width {options.width}",
+        "command": f"--threads {options.threads[0]} --width {options.width} "
+        f"--layers {options.layers} --rounds {options.rounds}",
         "threads": options.threads[0],
         "width": options.width,
+        "layers": options.layers,
         "machine": machine(),
         "megabytes": {
             form: (path / "model.safetensors").stat().st_size / 1e6
@@ -290,6 +293,7 @@ def main() -> None:
     option = parser.add_argument
     option("--threads", type=int, nargs="+", default=[1, 2])
     option("--width", type=int, default=2048, help="columns of the model, a multiple of 128")
+    option("--layers", type=int, default=4)
     option("--rounds", type=int, default=5)
     option("--tokens", type=int, default=16, help="new tokens of each sequence")
     option("--out", type=Path, help="page to write, such as lab/results/serving.md")
@@ -297,14 +301,14 @@ def main() -> None:
     option("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.prepare:
-        write_models(options.width)
+        write_models(options.width, options.layers)
     elif options.here:
         measure_here(options)
     else:
         for threads in options.threads:
             command = [sys.executable, __file__, "--here", "--threads", str(threads)]
-            command += ["--width", str(options.width), "--rounds", str(options.rounds)]
-            command += ["--tokens", str(options.tokens)]
+            command += ["--width", str(options.width), "--layers", str(options.layers)]
+            command += ["--rounds", str(options.rounds), "--tokens", str(options.tokens)]
             subprocess.run(command, env=os.environ | environment(threads), check=True)
     if options.out is not None and not options.here:
         write_page(options.out)

@@ -107,6 +107,9 @@ def count_bits(bits: Tensor) -> Tensor:
 
 def _kept(weight: Tensor) -> Tensor:
     """Return where any bit but the sign is set, which treats NaN and denormals alike on any CPU."""
+    if weight.dtype.itemsize == 1:
+        # Some kinds of float8 have a NaN where −0.0 would be. In float32 none is denormal.
+        return weight.float() != 0
     # The largest integer of 16, 32 or 64 bits has all bits but the sign.
     integers = as_integers(weight)
     return integers & torch.iinfo(integers.dtype).max != 0

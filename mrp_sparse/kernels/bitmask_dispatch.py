@@ -80,9 +80,13 @@ def _check_dtypes(x: Tensor, floating: Tensor) -> None:
         )
 
 
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether Triton multiplies bitmasks of a dtype on a device, without unpacking them."""
+    return dtype in (torch.bfloat16, torch.float16) and triton_missing(device) is None
+
+
 def _by_triton(x: Tensor) -> bool:
-    """Return whether Triton multiplies: 16 bits, some tokens, and addresses of 32 bits."""
+    """Return whether Triton multiplies these tokens: there are some, at addresses of 32 bits."""
     # No program is launched for no tokens. Only x is bounded: the unpacked weight is addressed with
     # 64 bits.
-    is_16_bits = x.dtype in (torch.bfloat16, torch.float16)
-    return is_16_bits and 0 < x.numel() < LARGEST and triton_missing(x.device) is None
+    return 0 < x.numel() < LARGEST and has_kernels(x.device, x.dtype)

@@ -64,6 +64,35 @@ def _coded(nibbles_ptr, position, size, kept, rank, scale, BF16: tl.constexpr, W
     return rounded, position + (tl.sum(kept, 1) + 1) // 2
 
 
+@triton.jit
+def _decoded(  # type: ignore[no-untyped-def]
+    values_ptr,
+    bits_ptr,
+    scales_ptr,
+    row,
+    start,
+    position,
+    size,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    CODED: tl.constexpr,
+    BF16: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Return STEP columns of some rows, as 16 bits or, of codes, numbers; and the next position."""
+    column = start + tl.arange(0, STEP)
+    kept, rank = _kept(bits_ptr, row, column, COLUMNS)
+    if CODED:
+        # STEP is GROUP: one scale of each row serves the whole step.
+        groups: tl.constexpr = (COLUMNS + STEP - 1) // STEP
+        bits = tl.load(scales_ptr + row * groups + start // STEP).to(tl.int32)
+        scale = _widen(bits, BF16)
+        weight, position = _coded(values_ptr, position, size, kept, rank, scale, BF16, WIDE)
+    else:
+        weight, position = _values(values_ptr, position, size, kept, rank)
+    return weight, position
+
+
 @triton.jit(do_not_specialize=["tokens", "size"])  # one compilation for any number of both
 def product_program(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -95,17 +124,22 @@ def product_program(  # type: ignore[no-untyped-def]
     y = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, COLUMNS, STEP):
         column = start + tl.arange(0, STEP)
-        kept, rank = _kept(bits_ptr, read, column, COLUMNS)
-        if CODED:
-            # STEP is GROUP: one scale of each row serves the whole step.
-            groups: tl.constexpr = (COLUMNS + STEP - 1) // STEP
-            bits = tl.load(scales_ptr + read * groups + start // STEP).to(tl.int32)
-            weight, position = _coded(
-                values_ptr, position, size, kept, rank, _widen(bits, BF16), BF16, WIDE
-            )
-        else:
-            stored, position = _values(values_ptr, position, size, kept, rank)
-            weight = _operand(stored, BF16, WIDE)
+        weight, position = _decoded(
+            values_ptr,
+            bits_ptr,
+            scales_ptr,
+            read,
+            start,
+            position,
+            size,
+            COLUMNS,
+            STEP,
+            CODED,
+            BF16,
+            WIDE,
+        )
+        if not CODED:
+            weight = _operand(weight, BF16, WIDE)
         # Weights past the last column are 0 already. The mask of x is needed all the same: an
         # address past the row may hold NaN, and 0 · NaN is NaN.
         inside = (token < tokens)[None, :] & (column < COLUMNS)[:, None]
@@ -142,15 +176,20 @@ def unpack_program(  # type: ignore[no-untyped-def]
     position = tl.load(offsets_ptr + read)
     for start in range(0, COLUMNS, STEP):
         column = start + tl.arange(0, STEP)
-        kept, rank = _kept(bits_ptr, read, column, COLUMNS)
-        if CODED:
-            groups: tl.constexpr = (COLUMNS + STEP - 1) // STEP
-            bits = tl.load(scales_ptr + read * groups + start // STEP).to(tl.int32)
-            weight, position = _coded(
-                values_ptr, position, size, kept, rank, _widen(bits, BF16), BF16, WIDE
-            )
-        else:
-            weight, position = _values(values_ptr, position, size, kept, rank)
+        weight, position = _decoded(
+            values_ptr,
+            bits_ptr,
+            scales_ptr,
+            read,
+            start,
+            position,
+            size,
+            COLUMNS,
+            STEP,
+            CODED,
+            BF16,
+            WIDE,
+        )
         tl.store(
             # rows · columns of a large weight passes 2³¹.
             y_ptr + row[:, None].to(tl.int64) * COLUMNS + column[None, :],

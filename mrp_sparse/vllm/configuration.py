@@ -9,6 +9,7 @@ experts                                  vLLM's own: no format packs them
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,7 @@ from mrp_sparse.formats.settings import check_settings
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.vllm.head import EightBitMethod
 from mrp_sparse.vllm.linear import PackedMethod, PartlyPackedMethod
+from mrp_sparse.vllm.proof import check_directory
 
 log = init_logger(f"vllm.{__name__}")
 
@@ -66,8 +68,12 @@ class PackedConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the compute capability of CUDA devices, in tenths, from which it runs."""
-        return 70
+        """Return the compute capability of CUDA devices, in tenths, from which it runs.
+
+        All formats have kernels by Triton, which supports 8.0 and later. On older devices every
+        product would unpack its weight.
+        """
+        return 80
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of activations that the kernels multiply."""
@@ -90,6 +96,16 @@ class PackedConfig(QuantizationConfig):
         settings: Mapping[str, Any] = {"format_version": None, **config}
         check_settings(cls.form, settings)
         return cls(settings.get("modules", ()), settings.get("head", {}).get("module"))
+
+    def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
+        """Check the files of a directory; vLLM calls this once, before it starts its workers.
+
+        Raises:
+            FormatError: Packed layers are damaged or missing.
+        """
+        # A model of the hub is fetched by the workers, which check what they read.
+        if Path(model_name).is_dir():
+            check_directory(Path(model_name), self.form, self.modules)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the layers as vLLM's class of model renames them."""

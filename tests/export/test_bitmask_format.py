@@ -170,3 +170,12 @@ def test_the_documented_example_holds():
 
 def bits_of16(values: Tensor) -> list[int]:
     return [word & 0xFFFF for word in values.view(torch.int16).tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_of_eight_bits_zeros_of_both_signs_are_removed_and_nan_is_kept(dtype):
+    weight = torch.tensor([[0.0, -0.0, 1.5, -(2**-6), float("nan")]]).to(dtype)
+    values, bits = pack(weight)
+    assert bits.tolist() == [[0b11100]]
+    restored = unpack(values, bits, 5).float()
+    assert torch.equal(restored.nan_to_num(9.0), torch.tensor([[0.0, 0.0, 1.5, -(2**-6), 9.0]]))

@@ -11,6 +11,7 @@ from export.generate import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
+from mrp_sparse.formats import eight_bit
 
 
 def tiny(**options):
@@ -20,6 +21,16 @@ def tiny(**options):
     )  # fmt: skip
     config.update(options)
     return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_of_denormals_have_a_scale(dtype):
+    """A 127th of their largest weight is less than half of the smallest number."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    weight = (torch.tensor([[0.0, 1, -3, 60], [0, 0, 0, -1]]).double() * smallest).to(dtype)
+    codes, scales = eight_bit.pack(weight)
+    assert eight_bit.damage(codes, scales) is None
+    assert torch.equal(eight_bit.unpack(codes, scales), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

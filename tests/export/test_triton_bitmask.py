@@ -1,13 +1,16 @@
 """The Triton kernels for bitmasks, in Triton's interpreter where there is no CUDA device."""
 
+from collections import defaultdict
+
 import pytest
 import torch
+from launches import counted
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch for CUDA bring it")
 
 from mrp_sparse.formats import bitmask, bitmask4
-from mrp_sparse.kernels import triton_bitmask
+from mrp_sparse.kernels import bitmask_dispatch, triton_bitmask
 from mrp_sparse.kernels.bitmask_dispatch import multiply, multiply_coded
 
 from .conftest import onto_grid
@@ -105,3 +108,25 @@ def test_other_dtypes_are_unpacked_by_torch():
     x = random(3, 64)
     y = multiply(x, values, bits, offsets, None)
     assert torch.equal(y, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="waits are counted on the stand-in")
+@pytest.mark.parametrize("coded", [False, True])
+def test_the_host_waits_for_nothing_between_the_programs(second, coded, monkeypatch):
+    """A CUDA graph would not record it. Programs themselves cannot wait, and are not run here."""
+    launched = []
+    for name in ("product_program", "unpack_program"):
+        program = defaultdict(lambda name=name: lambda *_, **__: launched.append(name))
+        monkeypatch.setattr(triton_bitmask, name, program)
+    monkeypatch.setattr(bitmask_dispatch, "triton_missing", lambda device: None)
+    monkeypatch.setattr(triton_bitmask, "interpreting", lambda: False)
+    packed = packed_of(weight_of((16, 64), torch.bfloat16, coded), coded)
+    operands = [tensor.to(second) for tensor in packed if tensor is not None]
+    bias = random(16).bfloat16().to(second)
+    with counted() as launches:
+        for tokens in (1, 64, 65):
+            x = random(tokens, 64).bfloat16().to(second)
+            launches.clear()
+            (multiply_coded if coded else multiply)(x, *operands, bias)
+            assert not launches["syncs"] + launches["uploads"]
+    assert launched == ["product_program", "product_program", "unpack_program"]

@@ -1,6 +1,7 @@
 """Packed tensors of layers as vLLM splits and fuses them, which arrive in any order."""
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +10,20 @@ from torch import nn
 
 pytest.importorskip("vllm", reason="needs vLLM: `make vllm`")
 
+from launches import counted
 from served import four_bits, removed, two_of_four
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import weight_utils
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from mrp_ground.errors import FormatError
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
+from mrp_sparse.vllm.configuration import CONFIGS
 from mrp_sparse.vllm.linear import PackedMethod, names_of
 from mrp_sparse.vllm.marks import mark
 
@@ -107,3 +114,32 @@ def test_a_copy_of_what_was_read_is_refused():
         getattr(made, name).weight_loader(getattr(made, name), rearranged)
     with pytest.raises(FormatError, match="weight is not as in the file"):
         PackedMethod(BITMASK).process_weights_after_loading(made)
+
+
+@forms
+def test_apply_on_a_device_lets_the_host_wait_for_nothing(form, second):
+    """A CUDA graph would not record it. Other devices unpack by torch, a GPU by Triton."""
+    whole = weight(form, 48)
+    made = layer(RowParallelLinear, tp_rank=0, tp_size=1)
+    _, x, method = read(form, made, [48], COLUMNS, 48, [(None, whole)])
+    made.to(second)
+    x_there = x.to(second)
+    with counted() as launches:
+        y = method.apply(made, x_there)
+    assert launches["kernels"] > 0
+    assert not launches["syncs"] + launches["uploads"]
+    assert torch.allclose(y.cpu(), x @ whole.T, atol=0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_that_triton_does_not_support_are_refused(config, capability, runs, monkeypatch):
+    quantized = SimpleNamespace(quantization="packed", dtype=torch.bfloat16, model="a/b")
+    quantized.hf_config = quantized.revision = None
+    monkeypatch.setattr(weight_utils, "get_quant_config", lambda *_: config())
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", lambda *_: DeviceCapability(*capability)
+    )
+    expected = nullcontext() if runs else pytest.raises(ValueError, match="Minimum capability: 80")
+    with expected:
+        assert VllmConfig.get_quantization_config(quantized, None).form is config.form

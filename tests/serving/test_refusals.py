@@ -36,7 +36,10 @@ def drop(tensors, name):
 
 
 def cut(tensors, name):
-    tensors[name] = tensors[name][:-1].clone()
+    """Without its last row a weight is whole in itself, and too short for the model."""
+    values, bits = name.removesuffix("_bits"), tensors[name]
+    kept = sum(map(int.bit_count, bits[-1].tolist()))
+    tensors[name], tensors[values] = bits[:-1].clone(), tensors[values][:-kept].clone()
 
 
 def retype(tensors, name):
@@ -59,13 +62,29 @@ def test_damage(edit, message, copy):
 
 
 def test_all_damaged_layers_are_listed(copy):
-    names = [f"model.layers.{i}.self_attn.{x}_proj.weight_bits" for i, x in ((0, "q"), (3, "o"))]
+    names = [f"model.layers.{i}.self_attn.{x}_proj" for i, x in ((0, "q"), (3, "o"))]
     for name in names:
-        change(copy, flip, name)
+        change(copy, flip, f"{name}.weight_bits")
     with pytest.raises(ValueError, match="Export the pruned model again") as error:
         engine(copy)
-    assert "layers.0.self_attn.qkv_proj" in str(error.value)
-    assert "layers.3.self_attn.o_proj" in str(error.value)
+    assert all(f"  {name}: damaged, " in str(error.value) for name in names)
+
+
+def shorten(file):
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("spoil", [shorten, lambda file: file.unlink()], ids=["cut off", "missing"])
+def test_files_are_checked_before_a_worker_starts(spoil, copy):
+    from vllm.engine.arg_utils import EngineArgs
+
+    *_, last = sorted(copy.glob("*.safetensors"))
+    arguments = EngineArgs(str(copy), dtype="bfloat16", max_model_len=64)
+    assert arguments.create_engine_config().quant_config.get_name() == "mrp_bitmask"
+    spoil(last)
+    with pytest.raises(ValueError, match=rf"cannot be read whole.*\n.*{last.name}: "):
+        arguments.create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +109,11 @@ def test_a_dtype_without_a_kernel(copy):
 
 
 def test_a_packed_layer_that_vllm_does_not_have(copy):
+    def double(tensors, name):
+        for key in (name, name.removesuffix("_bits")):
+            tensors[key.replace("1.mlp.down_proj", "9.mlp.gate")] = tensors[key].clone()
+
+    change(copy, double)
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.9.mlp.gate"] = 3
     (copy / "config.json").write_text(json.dumps(config))

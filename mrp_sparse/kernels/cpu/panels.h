@@ -5,7 +5,7 @@
 // other. A tile of four rows and six tokens takes 24 registers for its sums, and ten loads for 24 products.
 #pragma once
 
-#include "tokens.h"
+#include "few_tokens.h"
 
 namespace mrp {
 
@@ -63,41 +63,6 @@ MRP_AVX512 void multiply_tile(
   }
 }
 
-template <bool fetching>
-MRP_AVX512 inline void multiply_tile(
-    int64_t count, const Step* rows, const Step* tokens, int64_t steps, bool first, float* sums,
-    Ahead& ahead) {
-  switch (count) {
-    case 1: return multiply_tile<1, fetching>(rows, tokens, steps, first, sums, ahead);
-    case 2: return multiply_tile<2, fetching>(rows, tokens, steps, first, sums, ahead);
-    case 3: return multiply_tile<3, fetching>(rows, tokens, steps, first, sums, ahead);
-    case 4: return multiply_tile<4, fetching>(rows, tokens, steps, first, sums, ahead);
-    case 5: return multiply_tile<5, fetching>(rows, tokens, steps, first, sums, ahead);
-    default: return multiply_tile<6, fetching>(rows, tokens, steps, first, sums, ahead);
-  }
-}
-
-// Writes row r in steps that are `TILE_ROWS` apart, the last of them with zeros.
-template <typename Rows>
-MRP_AVX512 void decode(const Rows& weight, int64_t r, Step* to, Ahead& ahead) {
-  auto cursor = weight.cursor(r);
-  const int64_t whole = weight.whole(r), words = steps_of(weight.columns()) / 2;
-  Ahead fetched = ahead;  // in registers
-  for (int64_t word = 0; word < words; word++, to += 2 * TILE_ROWS) {
-    __m512i halves[2];
-    if (word < whole) {
-      fetched.fetch();
-      cursor.template next<false>(WORD, halves);
-    } else {
-      cursor.template next<true>(std::min(WORD, weight.columns() - WORD * word), halves);
-    }
-    // Both are loaded before either is stored: a load that has to wait for stores takes half as long again.
-    _mm512_store_si512(to, halves[0]);
-    _mm512_store_si512(to + TILE_ROWS, halves[1]);
-  }
-  ahead = fetched;
-}
-
 // y[t · rows + r] = x[t] · row r + bias[r] for all tokens t, and rows r from `begin` to `end`.
 template <typename Rows>
 MRP_AVX512 void multiply_panels(
@@ -112,38 +77,38 @@ MRP_AVX512 void multiply_panels(
   Step* const panel = kept_panel.data();
   float* const sums = kept_sums.data();
   const int64_t spans = (weight.columns() + SPAN - 1) / SPAN;
-  // Memory is busy during most of the work, and so never waited for.
-  const int64_t busy = std::min<int64_t>(x.tiles(), 2);
+  const int64_t words = steps / 2;
   for (int64_t r = begin; r < end; r += height) {
     const int64_t taken = std::min(height, end - r), tiles = (taken + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t next = r + taken, after = std::min(next + height, end);
     Ahead values, places;
     if (next < end) {
-      values = weight.ahead(next, after, taken * steps / 2 + busy * tiles * steps);
-      places = weight.places_ahead(next, after, taken);
+      // Memory is busy during two tiles of tokens, and so hardly waited for.
+      values = weight.ahead(next, after, tiles * words * 3);
+      places = weight.places_ahead(next, after, tiles * ((words + 3) / 4));
     }
-    for (int64_t i = 0; i < tiles * TILE_ROWS; i++) {
-      Step* to = panel + i / TILE_ROWS * TILE_ROWS * steps + i % TILE_ROWS;
-      if (i < taken) {
-        places.fetch();
-        decode(weight, r + i, to, values);
-      } else {
-        for (int64_t step = 0; step < steps; step++) {
-          _mm512_store_si512(to + step * TILE_ROWS, _mm512_setzero_si512());
+    // The first tile of tokens is multiplied with the rows as they are decoded, all others with the panel.
+    with_constant(x.size(0), [&]<int Tokens>(std::integral_constant<int, Tokens>) {
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        __m128 of_tile[Tokens];
+        multiply_as_decoded<Tokens, TILE_ROWS, true>(
+            weight, r + tile * TILE_ROWS, end, x.tile(0), values, places,
+            panel + tile * TILE_ROWS * steps, of_tile);
+        for (int t = 0; t < Tokens; t++) {
+          _mm_storeu_ps(sums + t * MOST_ROWS + tile * TILE_ROWS, of_tile[t]);
         }
       }
-    }
-    for (int64_t t = 0; t < x.tiles(); t++) {
+    });
+    for (int64_t t = 1; t < x.tiles(); t++) {
       for (int64_t span = 0; span < spans; span++) {
-        // In pairs of steps, as `few_tokens.h` does.
-        const int64_t step = span * (steps / 2) / spans * 2;
-        const int64_t count = (span + 1) * (steps / 2) / spans * 2 - step;
+        const int64_t step = span * words / spans * 2, count = (span + 1) * words / spans * 2 - step;
         for (int64_t tile = 0; tile < tiles; tile++) {
-          const auto multiply = t < busy ? multiply_tile<true> : multiply_tile<false>;
-          multiply(
-              x.size(t), panel + (tile * steps + step) * TILE_ROWS,
-              x.tile(t) + step * x.size(t), count, span == 0,
-              sums + x.first(t) * MOST_ROWS + tile * TILE_ROWS, values);
+          const Step* of_panel = panel + (tile * steps + step) * TILE_ROWS;
+          float* to = sums + x.first(t) * MOST_ROWS + tile * TILE_ROWS;
+          with_constant(x.size(t), [&]<int Tokens>(std::integral_constant<int, Tokens>) {
+            const auto multiply = t == 1 ? multiply_tile<Tokens, true> : multiply_tile<Tokens, false>;
+            multiply(of_panel, x.tile(t) + step * x.size(t), count, span == 0, to, values);
+          });
         }
       }
     }

@@ -62,6 +62,21 @@ class TokenTiles {
   std::unique_ptr<Step[]> memory_;
 };
 
+// Calls `run` with a number of tokens from 1 to 8 as a constant, for which its loops are unrolled.
+template <typename Run>
+void with_constant(int64_t tokens, const Run& run) {
+  switch (tokens) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    case 6: return run(std::integral_constant<int, 6>());
+    case 7: return run(std::integral_constant<int, 7>());
+    default: return run(std::integral_constant<int, 8>());
+  }
+}
+
 // The sums of four registers' lanes.
 MRP_AVX512 inline __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
