@@ -1,7 +1,8 @@
 """Compensations: how the kept weights make up for the removed ones.
 
 `ColumnSweep` is SparseGPT's; `ExactCompensation` finds the optimum of all kept weights (the paper's
-Algorithm 1) by conjugate gradients on `MaskedRows`.
+Algorithm 1) by conjugate gradients on `MaskedRows`; `SweptCompensation` is the first, then the
+optimum for its mask.
 """
 
 import math
@@ -142,6 +143,9 @@ _GAP_BETWEEN_BLOCKS = 1e-2
 SM then loses at most 1.005 times as much as with exact optima between the blocks."""
 _LIMIT_BETWEEN_BLOCKS = 20
 """The most iterations between two blocks."""
+_RENEWAL, _BRIEF = 4, 2
+"""Number of column blocks from one thorough approach to the next, and the most iterations of those
+in between, if the matrix allows rounded products."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +181,7 @@ class ExactCompensation:
         Only the next block of them is ever needed.
         """
         dtype = problem.weight.dtype
-        # Float32 iterations need not come near the optimum of such an ill-conditioned matrix.
-        if not problem.damped.float32_suffices:
-            problem = replace(problem, weight=problem.weight.double())
+        problem = _in_sufficient_precision(problem)
         weight, damped = problem.weight, problem.damped
         choose = mask.bind(problem, problem.inverse_blocks)
         columns, iterations = weight.shape[1], 0
@@ -187,13 +189,17 @@ class ExactCompensation:
             # One block: the mask sees the dense weight, and there is nothing to eliminate.
             pruned = choose(weight, 0)
             x = weight.masked_fill(pruned, 0)
-            gradient = (weight - x) @ damped.matrix
         else:
             inverse = damped.inverse
             pruned = torch.zeros_like(weight, dtype=torch.bool)
             x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
             schur = torch.zeros_like(damped.matrix)  # G
-            for start, stop in split_range(0, columns, problem.block_size):
+            # Each approach starts from the one before it, so that a thorough one makes up for brief
+            # ones. The first few are small, and show early whether rounded products lead to the
+            # optimum.
+            renewal = _RENEWAL if damped.bfloat16_helps else 1
+            blocks = split_range(0, columns, problem.block_size)
+            for number, (start, stop) in enumerate(blocks, 1):
                 block, lead = slice(start, stop), slice(0, stop)
                 # The optimum of this block's columns for everything removed so far, see above.
                 current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
@@ -209,8 +215,8 @@ class ExactCompensation:
                 root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
                 schur[lead, lead].addmm_(root, root.T)
                 gradient[:, lead].addmm_(removed, schur[block, lead])
-                # After the last block no choice is left, and `_solve` goes on from this x. Rounding
-                # that the gradient has gathered cannot mislead it: it certifies from x alone.
+                # After the last block no choice is left, and `_solve` goes on from this x alone: it
+                # never sees the rounding that the gradient has gathered.
                 if stop < columns:
                     iterations += _approach(
                         weight[:, lead],
@@ -219,22 +225,76 @@ class ExactCompensation:
                         pruned[:, lead],
                         schur[lead, lead],
                         inverse[lead, lead],
+                        thorough=number <= renewal or number % renewal == 0,
                     )
                     problem.progress(f"columns {stop}/{columns}")
+        return self._finish(problem, x, pruned, dtype, iterations)
+
+    def improve(self, problem: Problem, start: Compensated) -> Compensated:
+        """Bring the kept weights of a compensation to the optimum for what it has removed."""
+        dtype = problem.weight.dtype
+        problem = _in_sufficient_precision(problem)
+        # Contiguous, as all tensors of the iteration are: a column sweep's result is transposed.
+        x = start.weight.masked_fill(start.pruned, 0).to(problem.weight.dtype).contiguous()
+        return self._finish(problem, x, start.pruned.contiguous(), dtype, 0)
+
+    def _finish(
+        self, problem: Problem, x: Tensor, pruned: Tensor, dtype: torch.dtype, iterations: int
+    ) -> Compensated:
+        """Solve for the removed set from x, after `iterations` so far."""
         tolerance = self.tolerance or (1e-4 if problem.result_dtype.itemsize == 2 else 1e-6)
-        steps, gap = _solve(problem, x, gradient, pruned, tolerance, dtype, iterations)
+        steps, gap = _solve(problem, x, pruned, tolerance, dtype, iterations)
         return Compensated(x.to(dtype), pruned, steps, gap)
 
 
+@dataclass(frozen=True)
+class SweptCompensation:
+    """Solution 𝔖 for the choice, and 𝔐 for the weights: the optimum for a column sweep's mask.
+
+    The mask is chosen as in `ColumnSweep`, from weights that only make up for removals before them,
+    and costs no more; a single solve, started from the swept weights, then sets all kept weights to
+    the optimum. It takes the time of `ExactCompensation` with one block. Its mask as a rule loses
+    less than that of one block, and more than that of Algorithm 1.
+    """
+
+    name: ClassVar[str] = "SM"
+    needs_inverse: ClassVar[bool] = True
+
+    exact: ExactCompensation
+
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Choose the mask in a column sweep, and solve for it."""
+        return self.exact.improve(problem, ColumnSweep().apply(problem, mask))
+
+
+def _in_sufficient_precision(problem: Problem) -> Problem:
+    """Return the problem in float64 if float32 does not suffice for its matrix."""
+    # Float32 iterations need not come near the optimum of such an ill-conditioned matrix.
+    if problem.damped.float32_suffices:
+        return problem
+    return replace(problem, weight=problem.weight.double())
+
+
 def _approach(
-    weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, matrix: Tensor, inverse: Tensor
+    weight: Tensor,
+    x: Tensor,
+    gradient: Tensor,
+    pruned: Tensor,
+    matrix: Tensor,
+    inverse: Tensor,
+    *,
+    thorough: bool,
 ) -> int:
     """Bring x near the optimum in place, as near as the choice of the next block's weights needs.
 
     Returns the number of iterations. As each block's solution is only a start for the next one,
     1. the energies of the preconditioned gradient stop the iteration, without a certificate;
-    2. products are rounded to bfloat16 on devices with units for it. They may lead away from the
-       optimum if the matrix is ill-conditioned: if the loss is no lower, it starts again in full.
+    2. products are rounded to bfloat16 on devices with units for it;
+    3. the gradient is the sum of their steps, and these are at most two, unless it is `thorough`:
+       then it is renewed as (w − x)G, which costs as much as two rounded products on a CPU, and
+       twelve on a GPU;
+    4. rounded steps may lead away from the optimum if the matrix is ill-conditioned: if the loss is
+       no lower, it starts again in full.
     """
     rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
     product = rounded_product if rounds else full_product
@@ -252,23 +312,26 @@ def _approach(
             precondition = InverseOnKept(times_inverse, kept)
             descent = ConjugateGradients(current, slope, times_matrix, precondition)
             # Neither `losses` nor the energies contain the factor ½: their ratio is the gap.
-            descent.descend_rows(_GAP_BETWEEN_BLOCKS * losses, _LIMIT_BETWEEN_BLOCKS)
+            limit = _LIMIT_BETWEEN_BLOCKS if thorough or not rounds else _BRIEF
+            descent.descend_rows(_GAP_BETWEEN_BLOCKS * losses, limit)
             return descent.iterations
 
         def reset() -> None:
             current.copy_(start[0])
             slope.copy_(start[1])
 
+        def renew() -> None:
+            torch.mm(dense - current, matrix, out=slope)
+
         try:
             steps = descend(*products)
-            if rounds and steps:
-                # The next block's weights follow from the slope, and rounded updates have moved it
-                # away from (w − x)G.
-                torch.mm(dense - current, matrix, out=slope)
-                # `not … <` also starts again from NaN.
-                if not float(((dense - current) * slope).sum()) < loss:
-                    reset()
-                    steps += descend(full_product(matrix), full_product(inverse))
+            if rounds and thorough:
+                renew()
+            # `not … <` also starts again from NaN.
+            if rounds and steps and not float(((dense - current) * slope).sum()) < loss:
+                reset()
+                renew()  # the start's own gradient may be a sum of rounded steps
+                steps += descend(full_product(matrix), full_product(inverse))
         except (MemoryError, RuntimeError):  # `by_rows` tries again with fewer rows
             reset()
             raise
@@ -278,13 +341,7 @@ def _approach(
 
 
 def _solve(
-    problem: Problem,
-    x: Tensor,
-    gradient: Tensor,
-    pruned: Tensor,
-    tolerance: float,
-    dtype: torch.dtype,
-    earlier: int,
+    problem: Problem, x: Tensor, pruned: Tensor, tolerance: float, dtype: torch.dtype, earlier: int
 ) -> tuple[int, float]:
     """Bring x to the optimum in place; return the iterations and the certified relative gap.
 
@@ -294,7 +351,7 @@ def _solve(
     damped, label = problem.damped, problem.inputs.label
 
     def solve(rows: slice) -> tuple[int, float, float]:
-        system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
+        system = MaskedRows(problem.weight[rows], x[rows], pruned[rows], damped)
         steps = system.solve(tolerance, problem.progress)
         # `not … <=`: a gap of NaN is a failure of float32 as well.
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
@@ -348,6 +405,8 @@ _WINDOW = 20
 """The number of iterations from which those still to come are forecast."""
 _DIGITS = 1e-3
 """The energy, relative to that of the last exact gradient, at which rounded products stop."""
+_MARGIN = 1 / 3
+"""The energy, relative to the one that suffices, at which the last round of these stops."""
 _LONG = 100
 """The forecast of iterations above which another preconditioner is tried."""
 
@@ -355,17 +414,15 @@ _LONG = 100
 class MaskedRows:
     """The systems H_UU x_U = (H w)_U of some rows; x (rows, columns) is improved in place."""
 
-    def __init__(
-        self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, damped: DampedHessian
-    ) -> None:
-        self.weight, self.x, self.gradient = weight, x, gradient
+    def __init__(self, weight: Tensor, x: Tensor, pruned: Tensor, damped: DampedHessian) -> None:
+        self.weight, self.x, self.gradient = weight, x, torch.empty_like(x)
         self.kept = (~pruned).to(x.dtype)
         self.damped = damped
         # bound: ½ Σ r (H⁻¹)_UU rᵀ for the residual r, at least the excess ½ Σ r (H_UU)⁻¹ rᵀ of the
         # damped loss of x over the optimum, since (H_UU)⁻¹ ≼ (H⁻¹)_UU. hidden: the part of the
-        # bound that accounts for the rounding of r.
-        self.bound, self.hidden = math.inf, 0.0
-        self.loss = float(((weight - x) * gradient).sum()) / 2  # ½ Σ (w − x) H (w − x)ᵀ
+        # bound that accounts for the rounding of r. loss: ½ Σ (w − x) H (w − x)ᵀ.
+        self.bound, self.hidden, self.loss = math.inf, 0.0, math.inf
+        self._renew()
 
     @property
     def gap(self) -> float:
@@ -374,27 +431,30 @@ class MaskedRows:
 
     def certify(self) -> None:
         """Recompute the gradient, the bound and the loss from x alone."""
-        change = self._renew()
+        self._renew()
+        self._bound_gradient()
+
+    def _bound_gradient(self) -> None:
+        """Compute the bound from the gradient, which must be that of `_renew`."""
         # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
         energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
-        # The residual is itself rounded: a bound must include the most that this may hide.
-        self.hidden = float(change.square_().sum()) * self.damped.residual_rounding / 2
         self.bound = float(energy) / 2 + self.hidden
 
-    def _renew(self) -> Tensor:
-        """Recompute the gradient and the loss from x, and return the change w − x."""
+    def _renew(self) -> None:
+        """Recompute the gradient and the loss from x, and what rounding may hide in the former."""
         change = self.weight - self.x
         torch.mm(change, self.damped.matrix, out=self.gradient)
         self.loss = float((change * self.gradient).sum()) / 2
-        return change
+        # The residual is itself rounded: a bound must include the most that this may hide.
+        self.hidden = float(change.square_().sum()) * self.damped.residual_rounding / 2
 
     def refined(self) -> "MaskedRows":
         """Return the system in float64, started from this x, or from w if this x is not finite."""
         weight, x = self.weight.double(), self.x.double()
         if not math.isfinite(self.loss):
             x = weight * self.kept
-        system = MaskedRows(weight, x, torch.zeros_like(x), self.kept == 0, self.damped.double)
-        system.certify()
+        system = MaskedRows(weight, x, self.kept == 0, self.damped.double)
+        system._bound_gradient()
         return system
 
     def solve(self, tolerance: float, progress: Callable[[str], None]) -> int:
@@ -447,7 +507,10 @@ class MaskedRows:
         while energy > (goal := tolerance * self.loss / 2):
             # A round ends at its target, at three digits or after a window: rounding dominates.
             start, previous = self.x.clone(), energy
-            descent.descend(max(goal, _DIGITS * previous), descent.iterations + _WINDOW)
+            # Below the goal, since the energy of the exact gradient comes out a little higher: one
+            # more rounded step is cheaper than a round, or steps in full, for the rest.
+            aim = max(_MARGIN * goal, _DIGITS * previous)
+            descent.descend(aim, descent.iterations + _WINDOW)
             progress(f"iteration {descent.iterations}")
             self._renew()
             descent.restart()
@@ -482,7 +545,11 @@ class MaskedRows:
             energy = float(energies.sum())
             if not energy > target:  # also where it is NaN
                 previous = self.bound
-                self.certify()
+                # Every stage of `solve` ends with a renewed gradient: before the first step of the
+                # next one it is exact.
+                if descent.iterations:
+                    self._renew()
+                self._bound_gradient()
                 stalls = 0 if self.bound <= previous / 2 else stalls + 1
                 if self.gap <= tolerance or self._rounding_hides(tolerance):
                     return descent.iterations

@@ -89,7 +89,7 @@ def prune_weight(
         hessian: H = 2·XᵀX / tokens, (columns, columns), undamped; see `HessianAccumulator`.
         sparsity: Fraction of the weights to remove, in (0, 1).
         pattern: "N:M", N kept of every M consecutive input columns.
-        method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, or MASK+COMPENSATION.
+        method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, JM, SSM, or MASK+COMPENSATION.
         block_size: Number of columns chosen together (the paper's S); None for all.
         damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
             tenfold, with a `NumericalWarning`, while H is not positive definite.

@@ -17,6 +17,7 @@ from mrp_lightning.solver.compensations import (
     Compensation,
     ExactCompensation,
     NoCompensation,
+    SweptCompensation,
 )
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
@@ -35,6 +36,7 @@ NAMED = {
     "MS": "M+S",
     "MM": "M+M",
     "JM": "J+M",
+    "SSM": "S+SM",
 }
 
 
@@ -58,14 +60,15 @@ class Method:
 def parse_method(name: str, *, tolerance: float | None = None) -> Method:
     """Return the method of a name, or of a pair MASK+COMPENSATION such as "wanda+M".
 
-    `tolerance` concerns the compensation M; the others ignore it.
+    `tolerance` concerns the compensations M and SM; the others ignore it.
 
     Raises:
         MethodError: There is no such method; the message lists all.
         OptionError: The tolerance is out of range.
     """
     # All are made, so that a tolerance out of range is an error for every method.
-    instances = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
+    exact = ExactCompensation(tolerance)
+    instances = (NoCompensation(), ColumnSweep(), exact, SweptCompensation(exact))
     compensations: dict[str, Compensation] = {each.name: each for each in instances}
     parts = NAMED.get(name, name).split("+") if isinstance(name, str) else []
     if len(parts) != 2 or parts[0] not in MASKS or parts[1] not in compensations:
@@ -89,8 +92,9 @@ class LayerSettings:
     """
 
     method: str
-    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, JM, or a pair MASK+COMPENSATION,
-    with MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
+    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, JM, SSM (the mask of SS, then the
+    exact compensation), or a pair MASK+COMPENSATION, with MASK magnitude, wanda, S, M or J, and
+    COMPENSATION none, S, M or SM (S to choose, then M). Case matters."""
 
     sparsity: float | None = None
     """The fraction of the weights to remove, in (0, 1)."""

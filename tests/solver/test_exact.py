@@ -275,7 +275,7 @@ def test_products_may_be_rounded(problem, truth, monkeypatch, arguments):
         assert solution.gap <= 1e-6
         losses.append(solution.loss)
     assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    assert losses[1] <= 1.005 * losses[0]
 
 
 def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monkeypatch):
@@ -309,8 +309,7 @@ def test_the_last_solve_rounds_its_products_where_that_helps(problem, truth, mon
     for helps in (False, True):
         damped.bfloat16_helps = helps
         x = weight.masked_fill(pruned, 0).float()
-        gradient = (weight.float() - x) @ damped.matrix
-        system = MaskedRows(weight.float(), x, gradient, pruned, damped)
+        system = MaskedRows(weight.float(), x, pruned, damped)
         products = []
         monkeypatch.setattr(
             "mrp_lightning.solver.compensations.full_product",

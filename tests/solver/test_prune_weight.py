@@ -17,7 +17,7 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 
-NAMED = ["magnitude", "wanda", "SS", "SM", "MS", "MM", "JM"]
+NAMED = ["magnitude", "wanda", "SS", "SM", "MS", "MM", "JM", "SSM"]
 PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in ("none", "S", "M")]
 
 
