@@ -4,9 +4,10 @@
     python lab/benchmarks/solver.py --sizes 576 --inputs steep --threads 1
     python lab/benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
     python lab/benchmarks/solver.py --model DIR --layers model.layers.12.self_attn.q_proj
+    python lab/benchmarks/solver.py --model DIR --layers … --abroad wikitext2/valid.txt --rounds 0
 
 With `--model`, layers of the dense model are pruned, with the Hessians of 16 windows of 512 tokens
-of the standard library's code.
+of the standard library's code. With `--abroad`, losses of the same weights on another text follow.
 
 All contestants prune the same layer to 2:4 in the same dtype, factorise the Hessian themselves and
 take turns; the median of the rounds is shown. Hessians are those of inputs with a decaying
@@ -43,6 +44,7 @@ CONTESTANTS = {
     "MM (128)": ("MM", 128),
     "MM (all)": ("MM", None),
     "JM": ("JM", None),
+    "SSM": ("SSM", 128),
 }
 
 
@@ -74,21 +76,34 @@ def layer(
     return weight.to(dtype), hessian
 
 
-def real_layers(path: str, names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the weight (rows, columns) and the Hessian (columns, columns) of layers of a model."""
+def real_layers(
+    path: str, names: list[str], abroad: Path | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Yield weights (rows, columns) of layers of a model, and their Hessians at home and abroad."""
     causal_lm = CausalLM(path, dtype="float32")
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::5]
+    at_home = hessians(causal_lm, names, "".join(file.read_text(errors="ignore") for file in files))
+    elsewhere = {} if abroad is None else hessians(causal_lm, names, abroad.read_text())
+    for name in names:
+        weight = causal_lm.model.get_submodule(name).weight
+        yield weight.detach().clone(), at_home[name], elsewhere.get(name)
+
+
+def hessians(causal_lm: CausalLM, names: list[str], text: str) -> dict[str, Tensor]:
+    """Return the Hessians of layers on 16 windows of 512 tokens, spread over a text."""
     model = causal_lm.model.eval()
     layers = {name: model.get_submodule(name) for name in names}
     sums = {name: HessianAccumulator(layers[name].weight.shape[1], name) for name in names}
-    for name, each in layers.items():
+    hooks = [
         each.register_forward_pre_hook(lambda _, inputs, name=name: sums[name].update(inputs[0]))
-    tokens: list[int] = []
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::5]:
-        tokens += causal_lm.tokenizer(file.read_text(errors="ignore"))["input_ids"]
+        for name, each in layers.items()
+    ]
+    tokens = causal_lm.tokenizer(text)["input_ids"]
     for start in range(0, 16 * 2048, 2048):
         model(torch.tensor([tokens[start : start + 512]]))
-    for name in names:
-        yield layers[name].weight.detach().clone(), sums[name].hessian()
+    for hook in hooks:
+        hook.remove()
+    return {name: each.hessian() for name, each in sums.items()}
 
 
 def solve(weight: Tensor, hessian: Tensor, method: str, block_size: int | None) -> Solution:
@@ -123,18 +138,22 @@ def loss_of(result: Tensor, weight: Tensor, hessian: Tensor) -> float:
     return float(((change @ hessian.double()) * change).sum()) / 2
 
 
-def seconds(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Time one run, with what it started on a GPU."""
+def timed(
+    run: Callable[[], Solution | Tensor], device: torch.device, clock: Callable[[], float]
+) -> tuple[Solution | Tensor, float]:
+    """Return the result of one run, and its seconds with what it started on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = clock()
-    run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return clock() - start
+    return result, clock() - start
 
 
-def measure(weight: Tensor, hessian: Tensor, args: argparse.Namespace) -> Iterator[str]:
+def measure(
+    weight: Tensor, hessian: Tensor, abroad: Tensor | None, args: argparse.Namespace
+) -> Iterator[str]:
     """Yield the rows of the table for one layer."""
     (rows, columns), device = weight.shape, weight.device
     runs: dict[str, Callable[[], Solution | Tensor]] = {
@@ -154,13 +173,20 @@ def measure(weight: Tensor, hessian: Tensor, args: argparse.Namespace) -> Iterat
 
     clock = time.process_time if args.cpu_time else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in runs}
-    results = {name: run() for name, run in runs.items()}  # also the warm-up
-    for _ in range(args.rounds):
+    results: dict[str, Solution | Tensor] = {}
+    # The first round is the warm-up, which counts only where there is no other.
+    for number in range(1 + args.rounds):
         for name, run in runs.items():
-            times[name].append(seconds(run, device, clock))
+            results[name], elapsed = timed(run, device, clock)
+            if number > 0 or args.rounds == 0:
+                times[name].append(elapsed)
     medians = {name: statistics.median(values) for name, values in times.items()}
 
-    dense_loss = loss_of(torch.zeros_like(weight), weight, hessian)
+    dense_losses = [
+        (each, loss_of(torch.zeros_like(weight), weight, each))
+        for each in (hessian, abroad)
+        if each is not None
+    ]
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean())
     eigenvalues = torch.linalg.eigvalsh(damped)
@@ -174,7 +200,8 @@ def measure(weight: Tensor, hessian: Tensor, args: argparse.Namespace) -> Iterat
         yield (
             f"| {rows}×{columns} | {condition:.0f} | {name} | {medians[name]:.3f} | {spread:.2f} "
             f"| {medians[name] / medians[BASE]:.2f} | {steps} | {gap} "
-            f"| {loss_of(found, weight, hessian) / dense_loss:.3g} |"
+            + "".join(f"| {loss_of(found, weight, each) / of:.3g} " for each, of in dense_losses)
+            + "|"
         )
 
 
@@ -194,6 +221,7 @@ def main() -> None:
         "--model", help="a checkpoint or GGUF file, for `--layers` in place of `--sizes`"
     )
     parser.add_argument("--layers", nargs="+", help="names of linear layers of the model")
+    parser.add_argument("--abroad", type=Path, help="another text, on which losses are shown, too")
     parser.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--inputs", choices=INPUTS, default="plain")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -214,19 +242,20 @@ def main() -> None:
     print(f"{machine(args.device)}; weights {args.dtype};")
     print(f"2:4; median of {args.rounds} rounds; load average {os.getloadavg()[0]:.1f} before.\n")
     print(f"| layer | condition | method | {unit} | max/min ", end="")
-    print("| × column sweep | steps | gap | rel. loss |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| × column sweep | steps | gap | rel. loss |", "abroad |" * bool(args.abroad))
+    print("|---|---|---|---|---|---|---|---|---|" + "---|" * bool(args.abroad))
     dtype = getattr(torch, args.dtype)
     with torch.no_grad():
         if args.model:
-            problems = real_layers(args.model, args.layers)
+            problems = real_layers(args.model, args.layers, args.abroad)
         else:
             problems = (
-                layer(rows, columns, args.inputs, args.device, dtype)
+                (*layer(rows, columns, args.inputs, args.device, dtype), None)
                 for rows, columns in args.sizes
             )
-        for weight, hessian in problems:
-            for line in measure(weight.to(args.device, dtype), hessian.to(args.device), args):
+        for weight, hessian, abroad in problems:
+            moved = weight.to(args.device, dtype), hessian.to(args.device)
+            for line in measure(*moved, None if abroad is None else abroad.to(args.device), args):
                 print(line, flush=True)
 
 

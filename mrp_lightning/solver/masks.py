@@ -237,11 +237,11 @@ _FEWEST_ROWS = 208
 whole matrix, and with fewer rows it waits for memory (26 rows of 4,864 columns: half the speed)."""
 _FIRST_PENALTY = 0.5
 """The first penalty ρ, relative to 1 / mean([H⁻¹]_jj) for H with a unit diagonal."""
-_GROWTH = 1.2
+_GROWTH = 1.13
 """The factor by which the penalty rises."""
-_STEPS = 3
+_STEPS = 2
 """Number of steps from one rise of the penalty to the next."""
-_RISES = 5
+_RISES = 7
 """Number of successive penalties that share one inverse."""
 _FEWEST, _MOST = 20, 300
 """Smallest and largest number of steps."""
@@ -253,7 +253,7 @@ _AT_REST = 1e-2
 class Joint(Mask):
     """The mask of an approximate optimum over masks and weights together, of the whole layer.
 
-    A step costs one product (rows, columns)·(columns, columns), and fifteen steps one inverse
+    A step costs one product (rows, columns)·(columns, columns), and fourteen steps one inverse
     (columns, columns); some tens of steps are usual. In addition to the compensation's memory it
     needs six tensors of the weight's size and three of the Hessian's, in float32.
     """
