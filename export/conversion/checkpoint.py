@@ -1,4 +1,4 @@
-"""A checkpoint on disk, read file by file, with bars for long reads."""
+"""A checkpoint on disk, read file by file, with progress bars for long reads."""
 
 import logging
 import os

@@ -311,7 +311,7 @@ class _Seen(NamedTuple):
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether all bits are equal; what padding computes may be NaN in both."""
+    """Return whether all values are equal; NaN equals NaN, since padding may compute it."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

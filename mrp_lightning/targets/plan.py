@@ -348,7 +348,10 @@ def _without_weights(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
 
 
 def _tied(model: nn.Module, contents: _Contents, layers: list[Layer]) -> Iterator[Skipped]:
-    """Yield tied layers that stay out: a weight is pruned with its first layer, or never."""
+    """Yield the layers that stay dense because another one has the same weight.
+
+    A shared weight is pruned with the first layer that has it, or never.
+    """
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = without_compiled(name.rpartition(".")[0])
