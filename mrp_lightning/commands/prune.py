@@ -194,7 +194,7 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool,
 
 
 _HELP = {
-    "method": "SM (default), JM, SS (SparseGPT), wanda, magnitude, …",
+    "method": "SM (default), JM, SSM, SS (SparseGPT), wanda, magnitude, …",
     "sparsity": "the fraction of the weights to remove, such as 0.5",
     "pattern": "N:M keeps N of every M consecutive weights of a row, such as 2:4",
     "bits": "3, 4 or 8: the kept weights are put on a grid; alone, it is quantisation",

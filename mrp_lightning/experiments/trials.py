@@ -10,7 +10,12 @@ from typing import Any
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.json_files import as_dataclass
-from mrp_lightning.solver.compensations import ColumnSweep, ExactCompensation, NoCompensation
+from mrp_lightning.solver.compensations import (
+    ColumnSweep,
+    ExactCompensation,
+    NoCompensation,
+    SweptCompensation,
+)
 from mrp_lightning.solver.recipe import MASKS, NAMED, Recipe, parse_method
 
 _SETTING = re.compile(
@@ -30,6 +35,8 @@ _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
 _CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # of several names the first
 _COMPENSATIONS = [each.name for each in (NoCompensation, ColumnSweep, ExactCompensation)]
 _PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in _COMPENSATIONS]
+# Last, so that the colours of the others are those of older pictures.
+_PAIRS += [f"{mask}+{SweptCompensation.name}" for mask in MASKS]
 _ORDER = list(dict.fromkeys((*METHODS, "JM", *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
 
 
