@@ -8,8 +8,9 @@ steer in bfloat16. Rates are what large products reach on an H100 SXM; launches 
 
 BFLOAT16, FLOAT32, BANDWIDTH = 600e12, 50e12, 2.8e12  # multiply-adds count as two operations
 BLOCK = 128  # columns
-# As measured on layers of a 0.5B model: steps between blocks, of the last solve and of J's mask.
-STEPS_BETWEEN, LAST_STEPS, JOINT_STEPS, INVERSES = 2, 25, 36, 3
+# As measured on layers of a 0.5B model: products between blocks, steps of the last solve and of J.
+PRODUCTS_BETWEEN, LAST_STEPS, JOINT_STEPS, INVERSES = 5, 25, 30, 3
+RENEWAL = 4  # blocks from one exact gradient to the next
 MODELS = {  # layers of a block (rows, columns), blocks, parameters
     "Mistral-7B": (
         [
@@ -42,9 +43,9 @@ def operations(rows: int, columns: int, method: str) -> tuple[float, float]:
     if method == "SM":
         # Products with the leading columns cost a third of a full one, averaged over the blocks.
         blocks = columns / BLOCK
-        narrow += 2 * STEPS_BETWEEN * blocks / 3 * product
-        full += blocks / 3 * product  # one exact gradient a block
-        full += 3 * cube  # the inverse, and the Schur complements
+        narrow += PRODUCTS_BETWEEN * blocks / 3 * product
+        full += blocks / RENEWAL / 3 * product
+        full += 4 / 3 * cube  # the inverse, and the Schur complements with their triangles
     elif method == "JM":
         narrow += JOINT_STEPS * product
         full += INVERSES * cube
