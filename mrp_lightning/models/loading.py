@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_PRETRAINING_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -183,7 +184,10 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
 def load_text_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
     """Load a model that reads text, of the class that its configuration names.
 
-    Arguments and errors are those of `load_model`; a GGUF file holds no such model.
+    Files of BERT and its relatives hold the heads of its pretraining, too, and name a class without
+    them. Such a model is loaded as its family's class for pretraining, with a warning, so that
+    nothing of the files is lost. Arguments and errors are those of `load_model`; a GGUF file holds
+    no such model.
 
     Raises:
         TargetError: The model reads more than one text, such as images or a second text.
@@ -191,7 +195,21 @@ def load_text_model(source: str, dtype: torch.dtype | None, **options: Any) -> P
     config, trust = load_config(source, **options), bool(options.get("trust_remote_code"))
     kind = model_class(config)
     require_text(build_without_weights(config, trust_remote_code=trust), kind, source)
-    return _load_pretrained(kind, config, source, dtype, **options)
+    try:
+        return _load_pretrained(kind, config, source, dtype, **options)
+    except TargetError:
+        whole = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
+        if whole is None or whole is kind:
+            raise
+        with suppress(TargetError):  # else the first error is raised, about the class that is named
+            model = _load_pretrained(whole, config, source, dtype, **options)
+            log.warning(
+                "`model`: the files of %s hold the heads of a %s, and its config.json names %s, "
+                "which lacks some of them: it is loaded, pruned and saved as the former.",
+                *(source, whole.__name__, kind.__name__),
+            )
+            return model
+        raise
 
 
 def _load_pretrained(

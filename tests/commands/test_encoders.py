@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     AutoTokenizer,
     BertConfig,
+    BertForPreTraining,
     BertModel,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -126,6 +127,23 @@ def test_what_an_encoder_cannot_do_is_refused_before_work(encoder, text, options
     ended = capsys.readouterr()
     assert re.search(message, ended.err)
     assert "Evaluating" not in ended.out
+
+
+def test_heads_of_pretraining_are_kept_though_the_config_names_a_class_without_them(
+    encoder, tmp_path, caplog
+):
+    """bert-base-uncased names BertForMaskedLM, and its files hold a pooler and a second head."""
+    whole = BertForPreTraining(BertConfig.from_pretrained(encoder))
+    whole.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values |= {"architectures": ["BertForMaskedLM"], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    loaded = TextModel(tmp_path).model
+    assert type(loaded) is BertForPreTraining
+    expected = whole.cls.seq_relationship.weight.bfloat16()
+    assert torch.equal(loaded.cls.seq_relationship.weight, expected)
+    assert "names BertForMaskedLM, which lacks some of them" in caplog.text
+    assert "are float32, and the configuration says bfloat16" in caplog.text
 
 
 def test_cosines_are_of_the_features_of_each_token():
