@@ -25,7 +25,11 @@ from mrp_lightning.commands.main import main
 from mrp_lightning.loop.text_model import TextModel, mean_cosine
 
 SMALL = ["--num-samples=4", "--sequence-length=16", "--accelerator=cpu", "--eval-samples=5"]
-MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+MODULES = [
+    {"idx": k, "name": str(k), "path": path, "type": f"sentence_transformers.models.{kind}"}
+    for k, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
+]
+POOLING = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
 LETTERS = "abcdefgh"
 WORDS = {word: k for k, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS])}
 
@@ -47,7 +51,7 @@ def encoder(tmp_path_factory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(directory)
     (directory / "modules.json").write_text(json.dumps(MODULES))
     (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(POOLING))
     (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
     return directory
 
@@ -99,6 +103,16 @@ def test_a_sentence_encoder_is_pruned_with_all_that_lies_beside_it(encoder, text
         assert Path("out", name).read_text() == (encoder / name).read_text()
     assert "perplexity" not in shown
     assert "zeroshot" not in shown
+
+
+def test_sentence_transformers_loads_the_result(encoder, text):
+    reason = "the package that reads these directories is not installed"
+    library = pytest.importorskip("sentence_transformers", reason=reason)
+    main(["prune", str(encoder), "--pattern=2:4", f"--text={text}", "--out=out", *SMALL])
+    (vector,) = library.SentenceTransformer("out", device="cpu").encode(["a b h"])
+    with torch.no_grad():
+        hidden = BertModel.from_pretrained("out")(torch.tensor([[2, 4, 5, 11, 3]]))
+    assert torch.allclose(torch.tensor(vector), hidden.last_hidden_state[0].mean(0), atol=1e-5)
 
 
 def test_a_tied_classifier_keeps_its_head(tiny_llama, text, capsys):
