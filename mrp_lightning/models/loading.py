@@ -198,7 +198,7 @@ def load_text_model(source: str, dtype: torch.dtype | None, **options: Any) -> P
     try:
         return _load_pretrained(kind, config, source, dtype, **options)
     except TargetError:
-        whole = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
+        whole: Any = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
         if whole is None or whole is kind:
             raise
         with suppress(TargetError):  # else the first error is raised, about the class that is named
