@@ -291,8 +291,11 @@ def wider_dtypes(
             if (match := pattern.search(name)) and match.lastgroup:
                 dtypes[name] = kept[groups[match.lastgroup]]
     if as_published:
-        wide = _published_wide(model)
-        dtypes |= {name: x.dtype for name, x in wide if x.dtype.itemsize > dtype.itemsize}
+        dtypes |= {
+            name: x.dtype
+            for name, x in _published(model)
+            if x.dtype.itemsize > max(dtype.itemsize, torch.bfloat16.itemsize)
+        }
     return dtypes
 
 
@@ -324,16 +327,17 @@ def cast(
 def warn_of_rounding(model: PreTrainedModel) -> None:
     """Warn if a model that was loaded in the dtype of its configuration lost digits of its files.
 
-    float32 tensors whose values are those of 16 bits lose none. Reading ends with the first tensor
-    that does: the rest may be more than memory holds.
+    float32 tensors whose values are those of 16 bits lose none. The values are read up to the first
+    tensor that does: the rest may be more than memory holds. bfloat16 has more exponents than
+    float16 and fewer digits, so that either of them rounds the other.
     """
     state = model.state_dict()
     rounded = 0
     loses_digits = False
     kinds: set[tuple[str, str]] = set()
-    for name, tensor in _published_wide(model):
+    for name, tensor in _published(model):
         dtype = state[name].dtype if name in state else tensor.dtype
-        if dtype.itemsize < tensor.dtype.itemsize:
+        if _rounds(dtype, tensor.dtype):
             rounded += 1
             kinds.add((_short(tensor.dtype), _short(dtype)))
             loses_digits = loses_digits or not torch.equal(tensor, tensor.to(dtype).to(tensor))
@@ -351,12 +355,22 @@ def warn_of_rounding(model: PreTrainedModel) -> None:
         )
 
 
+def _rounds(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether a floating dtype lacks values of another one: digits, or large or small ones.
+
+    `torch.promote_types`, which would give a dtype for both, refuses float8.
+    """
+    own, other = torch.finfo(dtype), torch.finfo(stored)
+    is_short = own.eps > other.eps or own.max < other.max
+    return is_short or own.smallest_normal > other.smallest_normal
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors that a model's source holds in 32 bits or more.
+def _published(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors that a model's source holds.
 
     Each has the name of the weight of the model that is, or is computed from, the tensor.
     """
@@ -365,7 +379,7 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         # Conversions are stateful, so each use takes a copy.
         name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))
         for name, tensor in _stored(model):
-            if tensor.is_floating_point() and tensor.dtype.itemsize >= torch.float32.itemsize:
+            if tensor.is_floating_point():
                 yield name_in_model(name)[0], tensor
 
 

@@ -125,6 +125,20 @@ def test_a_configuration_that_rounds_its_files_is_said(streaming, build, tmp_pat
             assert ("rounded" in caplog.text) == (is_said and dtype is None)
 
 
+@pytest.mark.parametrize(("value", "is_said"), [(2.0**-30, True), (2.0**-10, False)])
+def test_a_configuration_of_other_16_bits_rounds_too(value, is_said, tiny_llama, tmp_path, caplog):
+    """bfloat16 holds 2⁻³⁰, float16 ends at 2⁻²⁴."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    loaded = CausalLM(tmp_path).model
+    assert bool((loaded.model.norm.weight == 0).all()) == is_said
+    assert ("are bfloat16, and the configuration says float16" in caplog.text) == is_said
+
+
 def test_pickled_float32_weights_are_rounded_only_with_a_word(tiny_llama, tmp_path, caplog):
     shutil.copytree(tiny_llama, tmp_path / "source")
     directory = tmp_path / "source"
