@@ -278,6 +278,25 @@ def test_products_may_be_rounded(problem, truth, monkeypatch, arguments):
     assert losses[1] <= 1.005 * losses[0]
 
 
+@pytest.mark.parametrize("arguments", [{"pattern": (2, 4)}, {"sparsity": 0.6}])
+def test_brief_approaches_between_blocks_follow_algorithm_1(problem, truth, monkeypatch, arguments):
+    weight, inputs = problem(rows=24, columns=256, seed=6)
+    hessian = truth.hessian_of(inputs)
+    units(monkeypatch, True)
+    limits = []
+    descend = ConjugateGradients.descend_rows
+    monkeypatch.setattr(
+        ConjugateGradients,
+        "descend_rows",
+        lambda self, targets, limit: limits.append(limit) or descend(self, targets, limit),
+    )
+    best, _ = truth.algorithm_1(weight, truth.damped(hessian), 16, **arguments)
+    given = {"pattern": "2:4"} if "pattern" in arguments else arguments
+    solution = prune_weight(weight, hessian.float(), block_size=16, **given)
+    assert solution.loss <= 1.005 * truth.loss(best, weight, hessian)
+    assert [limit == 2 for limit in limits] == [n > 4 and n % 4 > 0 for n in range(1, 16)]
+
+
 def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monkeypatch):
     weight, inputs = problem(rows=16, columns=64)
     hessian = truth.hessian_of(inputs).float()
