@@ -6,9 +6,8 @@ optimum for its mask.
 """
 
 import math
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from mrp_ground.arguments import is_number
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.solver.arithmetic import (
-    ELEMENTS,
     by_rows,
     has_bfloat16_units,
     split_range,
@@ -27,13 +25,12 @@ from mrp_lightning.solver.arithmetic import (
 from mrp_lightning.solver.conjugate_gradients import (
     ConjugateGradients,
     InverseOnKept,
-    Preconditioner,
     Product,
     full_product,
     rounded_product,
 )
-from mrp_lightning.solver.hessian import DampedHessian
-from mrp_lightning.solver.masks import Mask
+from mrp_lightning.solver.masked_rows import MaskedRows, relative
+from mrp_lightning.solver.masks import Chooser, Mask
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.solver.problem import Problem
 
@@ -173,61 +170,17 @@ class ExactCompensation:
         object.__setattr__(self, "tolerance", float(value))
 
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
-        """Run Algorithm 1, and then solve for its whole removed set.
-
-        After the blocks up to column b all columns beyond are kept and can be eliminated: with
-        G = [(H⁻¹)_bb]⁻¹ (a Schur complement) the problem is one in the first b columns alone, and
-        the optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:.
-        Only the next block of them is ever needed.
-        """
+        """Run Algorithm 1, and then solve for its whole removed set."""
         dtype = problem.weight.dtype
         problem = _in_sufficient_precision(problem)
-        weight, damped = problem.weight, problem.damped
+        weight, iterations = problem.weight, 0
         choose = mask.bind(problem, problem.inverse_blocks)
-        columns, iterations = weight.shape[1], 0
-        if problem.block_size == columns:
-            # One block: the mask sees the dense weight, and there is nothing to eliminate.
+        if problem.block_size == weight.shape[1]:
+            # One block: the mask sees the dense weight, and there is nothing to approach.
             pruned = choose(weight, 0)
             x = weight.masked_fill(pruned, 0)
         else:
-            inverse = damped.inverse
-            pruned = torch.zeros_like(weight, dtype=torch.bool)
-            x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
-            schur = torch.zeros_like(damped.matrix)  # G
-            # Each approach starts from the one before it, so that a thorough one makes up for brief
-            # ones. The first few are small, and show early whether rounded products lead to the
-            # optimum.
-            renewal = _RENEWAL if damped.bfloat16_helps else 1
-            blocks = split_range(0, columns, problem.block_size)
-            for number, (start, stop) in enumerate(blocks, 1):
-                block, lead = slice(start, stop), slice(0, stop)
-                # The optimum of this block's columns for everything removed so far, see above.
-                current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
-                pruned[:, block] = choose(current, start)
-                removed = current * pruned[:, block]
-                # Before its removals the block is at its optimum: its part of the gradient is zero,
-                # and the larger G leaves that of earlier columns as it is. Only removals add to it.
-                # The start of the next solve: this block's optimum with its removals set to zero,
-                # and the gradient of that change, (removed)·G.
-                x[:, block] = current - removed
-                # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: a block more adds its columns of R_bb.
-                # U is triangular, so R_bb is the inverse of U_bb: no block needs the whole of R.
-                root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
-                schur[lead, lead].addmm_(root, root.T)
-                gradient[:, lead].addmm_(removed, schur[block, lead])
-                # After the last block no choice is left, and `_solve` goes on from this x alone: it
-                # never sees the rounding that the gradient has gathered.
-                if stop < columns:
-                    iterations += _approach(
-                        weight[:, lead],
-                        x[:, lead],
-                        gradient[:, lead],
-                        pruned[:, lead],
-                        schur[lead, lead],
-                        inverse[lead, lead],
-                        thorough=number <= renewal or number % renewal == 0,
-                    )
-                    problem.progress(f"columns {stop}/{columns}")
+            x, pruned, iterations = _block_by_block(problem, choose)
         return self._finish(problem, x, pruned, dtype, iterations)
 
     def improve(self, problem: Problem, start: Compensated) -> Compensated:
@@ -273,6 +226,61 @@ def _in_sufficient_precision(problem: Problem) -> Problem:
     if problem.damped.float32_suffices:
         return problem
     return replace(problem, weight=problem.weight.double())
+
+
+def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, int]:
+    """Choose the removed weights block by block, as Algorithm 1 does.
+
+    After the blocks up to column b all columns beyond are kept and can be eliminated: with
+    G = [(H⁻¹)_bb]⁻¹ (a Schur complement) the problem is one in the first b columns alone, and
+    the optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:.
+    Only the next block of them is ever needed.
+
+    Returns:
+        A start for the last solve, (rows, columns), with the removed weights zero; the removed
+        weights, bool; and the number of iterations.
+    """
+    weight, damped = problem.weight, problem.damped
+    columns, iterations = weight.shape[1], 0
+    inverse = damped.inverse
+    pruned = torch.zeros_like(weight, dtype=torch.bool)
+    x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
+    schur = torch.zeros_like(damped.matrix)  # G
+    # Each approach starts from the one before it, so that a thorough one makes up for brief
+    # ones. The first few are small, and show early whether rounded products lead to the
+    # optimum.
+    renewal = _RENEWAL if damped.bfloat16_helps else 1
+    blocks = split_range(0, columns, problem.block_size)
+    for number, (start, stop) in enumerate(blocks, 1):
+        block, lead = slice(start, stop), slice(0, stop)
+        # The optimum of this block's columns for everything removed so far, see above.
+        current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
+        pruned[:, block] = choose(current, start)
+        removed = current * pruned[:, block]
+        # Before its removals the block is at its optimum: its part of the gradient is zero,
+        # and the larger G leaves that of earlier columns as it is. Only removals add to it.
+        # The start of the next solve: this block's optimum with its removals set to zero,
+        # and the gradient of that change, (removed)·G.
+        x[:, block] = current - removed
+        # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: a block more adds its columns of R_bb.
+        # U is triangular, so R_bb is the inverse of U_bb: no block needs the whole of R.
+        root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
+        schur[lead, lead].addmm_(root, root.T)
+        gradient[:, lead].addmm_(removed, schur[block, lead])
+        # After the last block no choice is left, and `_solve` goes on from this x alone: it
+        # never sees the rounding that the gradient has gathered.
+        if stop < columns:
+            iterations += _approach(
+                weight[:, lead],
+                x[:, lead],
+                gradient[:, lead],
+                pruned[:, lead],
+                schur[lead, lead],
+                inverse[lead, lead],
+                thorough=number <= renewal or number % renewal == 0,
+            )
+            problem.progress(f"columns {stop}/{columns}")
+    return x, pruned, iterations
 
 
 def _approach(
@@ -371,7 +379,7 @@ def _solve(
     # Bounds and losses of rows add up, relative gaps do not.
     bound, loss = sum(bound for _, bound, _ in chunks), sum(loss for _, _, loss in chunks)
     totals = problem.processes.numbers(iterations, bound, loss)
-    gap = _relative(sum(bound for _, bound, _ in totals), sum(loss for _, _, loss in totals))
+    gap = relative(sum(bound for _, bound, _ in totals), sum(loss for _, _, loss in totals))
     # All processes see this total, so that they raise together and none waits for the others.
     if not math.isfinite(gap):
         raise HessianError(
@@ -394,217 +402,3 @@ def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:
     identity = torch.zeros(factor.shape[0], width, dtype=factor.dtype, device=factor.device)
     identity[-width:].fill_diagonal_(1)
     return torch.linalg.solve_triangular(factor, identity, upper=True)
-
-
-_STALLS = 3
-"""The successive certificates that may fail to halve the bound. Slow modes of the iteration delay
-it for a while, rounding for ever."""
-_LIMIT = 500
-"""The most iterations with one preconditioner."""
-_WINDOW = 20
-"""The number of iterations from which those still to come are forecast."""
-_DIGITS = 1e-3
-"""The energy, relative to that of the last exact gradient, at which rounded products stop."""
-_MARGIN = 1 / 3
-"""The energy, relative to the one that suffices, at which the last round of these stops."""
-_LONG = 100
-"""The forecast of iterations above which another preconditioner is tried."""
-
-
-class MaskedRows:
-    """The systems H_UU x_U = (H w)_U of some rows; x (rows, columns) is improved in place."""
-
-    def __init__(self, weight: Tensor, x: Tensor, pruned: Tensor, damped: DampedHessian) -> None:
-        self.weight, self.x, self.gradient = weight, x, torch.empty_like(x)
-        self.kept = (~pruned).to(x.dtype)
-        self.damped = damped
-        # bound: ½ Σ r (H⁻¹)_UU rᵀ for the residual r, at least the excess ½ Σ r (H_UU)⁻¹ rᵀ of the
-        # damped loss of x over the optimum, since (H_UU)⁻¹ ≼ (H⁻¹)_UU. hidden: the part of the
-        # bound that accounts for the rounding of r. loss: ½ Σ (w − x) H (w − x)ᵀ.
-        self.bound, self.hidden, self.loss = math.inf, 0.0, math.inf
-        self._renew()
-
-    @property
-    def gap(self) -> float:
-        """The bound relative to the loss."""
-        return _relative(self.bound, self.loss)
-
-    def certify(self) -> None:
-        """Recompute the gradient, the bound and the loss from x alone."""
-        self._renew()
-        self._bound_gradient()
-
-    def _bound_gradient(self) -> None:
-        """Compute the bound from the gradient, which must be that of `_renew`."""
-        # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
-        energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
-        self.bound = float(energy) / 2 + self.hidden
-
-    def _renew(self) -> None:
-        """Recompute the gradient and the loss from x, and what rounding may hide in the former."""
-        change = self.weight - self.x
-        torch.mm(change, self.damped.matrix, out=self.gradient)
-        self.loss = float((change * self.gradient).sum()) / 2
-        # The residual is itself rounded: a bound must include the most that this may hide.
-        self.hidden = float(change.square_().sum()) * self.damped.residual_rounding / 2
-
-    def refined(self) -> "MaskedRows":
-        """Return the system in float64, started from this x, or from w if this x is not finite."""
-        weight, x = self.weight.double(), self.x.double()
-        if not math.isfinite(self.loss):
-            x = weight * self.kept
-        system = MaskedRows(weight, x, self.kept == 0, self.damped.double)
-        system._bound_gradient()
-        return system
-
-    def solve(self, tolerance: float, progress: Callable[[str], None]) -> int:
-        """Iterate until the certified gap is within the tolerance or cannot improve.
-
-        Returns the number of iterations. This differs from textbook preconditioned CG in that
-        1. all rows share the products with H, but not the scalars: each has steps of its own, and a
-           row that is at its optimum stays there (`_quotient`);
-        2. a certificate stops it, ½ r (H⁻¹)_UU rᵀ with r recomputed from x, in place of the norm of
-           the recursive residual, which is no bound and which rounding makes too small;
-        3. it goes on from the recomputed gradient of each certificate and keeps its directions;
-           after rounds of rounded products it restarts, since these are not conjugate;
-        4. the forecast of the iterations to come chooses the preconditioner: a low-rank model of
-           H_UU, then (H⁻¹)_UU; if both are slow, each row is factorised, whose cost is known;
-        5. bfloat16 products take the first digits on devices with units for it, each round from an
-           exact gradient, as in iterative refinement.
-        """
-        iterations = 0
-        narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
-        rounds = narrow and self.damped.bfloat16_helps
-        # Factorising a row of n kept columns costs n³ multiply-adds up to a constant, an iteration
-        # columns² a row: so many iterations are worth as much.
-        patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
-        for precondition, limit in (
-            (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
-            (lambda: InverseOnKept(full_product(self.damped.inverse), self.kept), patience / 2),
-        ):
-            preconditioner = precondition()
-            if rounds:
-                iterations += self._descend_rounded(preconditioner, tolerance, progress)
-                rounds = False
-            iterations += self._descend(preconditioner, tolerance, limit, progress)
-            # Where rounding hides the gap, more iterations cannot certify it: float64 must.
-            if self.gap <= tolerance or self._rounding_hides(tolerance):
-                return iterations
-        self._factorise_rows()
-        return iterations
-
-    def _descend_rounded(
-        self, precondition: Preconditioner, tolerance: float, progress: Callable[[str], None]
-    ) -> int:
-        """Iterate in rounds of rounded products, each from an exact gradient, while that helps.
-
-        Rounded products are good for about three digits of the energy at the start of a round.
-        Returns the number of iterations.
-        """
-        times_matrix = rounded_product(self.damped.matrix)
-        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
-        energy = float(descent.energies().sum())
-        while energy > (goal := tolerance * self.loss / 2):
-            # A round ends at its target, at three digits or after a window: rounding dominates.
-            start, previous = self.x.clone(), energy
-            # Below the goal, since the energy of the exact gradient comes out a little higher: one
-            # more rounded step is cheaper than a round, or steps in full, for the rest.
-            aim = max(_MARGIN * goal, _DIGITS * previous)
-            descent.descend(aim, descent.iterations + _WINDOW)
-            progress(f"iteration {descent.iterations}")
-            self._renew()
-            descent.restart()
-            energy = float(descent.energies().sum())
-            # A round that gains less than a factor of 4 is near the limit of bfloat16.
-            if not energy < previous / 4:
-                if not energy < previous:  # this round led away from the optimum: undo it
-                    self.x.copy_(start)
-                    self._renew()
-                break
-        return descent.iterations
-
-    def _descend(
-        self,
-        precondition: Preconditioner,
-        tolerance: float,
-        patience: float,
-        progress: Callable[[str], None],
-    ) -> int:
-        """Iterate until the certificate holds or stalls, or too many steps are still to come.
-
-        The energies of the iteration decide when a certificate is worth its cost. They are no bound
-        themselves, but proportional to one: about a third of it with the low-rank model. The
-        iteration ends early if the forecast exceeds `patience` steps. Returns their number.
-        """
-        times_matrix = full_product(self.damped.matrix)
-        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
-        target = tolerance * self.loss / 2
-        stalls, mark = 0, math.inf
-        while descent.iterations < _LIMIT:
-            energies = descent.energies()
-            energy = float(energies.sum())
-            if not energy > target:  # also where it is NaN
-                previous = self.bound
-                # Every stage of `solve` ends with a renewed gradient: before the first step of the
-                # next one it is exact.
-                if descent.iterations:
-                    self._renew()
-                self._bound_gradient()
-                stalls = 0 if self.bound <= previous / 2 else stalls + 1
-                if self.gap <= tolerance or self._rounding_hides(tolerance):
-                    return descent.iterations
-                if stalls == _STALLS or not energy > 0:
-                    return descent.iterations
-                # The bound must fall to tolerance · loss, so the energy by the same factor from its
-                # present value; half of that leaves a margin.
-                target = energy * tolerance * self.loss / self.bound / 2
-                energies = descent.energies()  # of the exact gradient that `certify` has set
-            # The forecast is that of the mean rate over the last window.
-            if descent.iterations % _WINDOW == 0:
-                if descent.iterations and _steps_to_come(mark, energy, target) > patience:
-                    break
-                mark = energy
-            descent.step(energies)
-            progress(f"iteration {descent.iterations}")
-        self.certify()
-        return descent.iterations
-
-    def _rounding_hides(self, tolerance: float) -> bool:
-        """Return whether this precision cannot certify any gap within the tolerance."""
-        return self.hidden > tolerance * self.loss
-
-    def _factorise_rows(self) -> None:
-        """Solve H_UU x_U = (H w)_U by Cholesky's factorisation, a matrix for each row."""
-        counts = self.kept.sum(1, dtype=torch.int64)
-        most_kept = int(counts.max())
-        matrix = self.damped.matrix
-        right = self.weight @ matrix
-        for start, stop in split_range(0, len(counts), max(1, ELEMENTS // max(1, most_kept) ** 2)):
-            rows = slice(start, stop)
-            # Batched factorisation needs systems of one size: the kept columns of each row are
-            # padded with removed ones, whose equations become x = 0.
-            columns = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most_kept]
-            kept = self.kept[rows].gather(1, columns)
-            systems = matrix[columns[:, :, None], columns[:, None, :]]
-            systems *= kept[:, :, None] * kept[:, None, :]
-            systems.diagonal(dim1=1, dim2=2).add_(1 - kept)
-            factors, info = torch.linalg.cholesky_ex(systems)
-            if bool(info.any()):
-                continue  # indefinite in this precision: the iteration's result stays
-            sides = (right[rows].gather(1, columns) * kept).unsqueeze(2)
-            solved = torch.cholesky_solve(sides, factors).squeeze(2)
-            self.x[rows].scatter_(1, columns, solved * kept)
-        self.certify()
-
-
-def _steps_to_come(previous: float, energy: float, target: float) -> float:
-    """Forecast the steps until the energy is at the target, from its fall in the last window."""
-    if not 0 < energy < previous:
-        return math.inf
-    return _WINDOW * math.log(max(energy / target, 1)) / math.log(previous / energy)
-
-
-def _relative(bound: float, loss: float) -> float:
-    """Return the bound relative to the loss, or zero if the bound is zero, whatever the loss."""
-    # Not `bound > 0`: NaN must not pass for a gap of zero.
-    return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
-from mrp_lightning.solver.compensations import _GAP_BETWEEN_BLOCKS, MaskedRows
+from mrp_lightning.solver.compensations import _GAP_BETWEEN_BLOCKS
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, LowRankModel, full_product
 from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.masked_rows import MaskedRows
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
 PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
@@ -258,9 +259,10 @@ def test_what_rounding_hides_from_float32_is_not_sought_there():
 
 def units(monkeypatch, are_there):
     """Whether the device multiplies bfloat16 numbers fast; these tests run on any processor."""
-    monkeypatch.setattr(
-        "mrp_lightning.solver.compensations.has_bfloat16_units", lambda device: are_there
-    )
+    for module in ("compensations", "masked_rows"):
+        monkeypatch.setattr(
+            f"mrp_lightning.solver.{module}.has_bfloat16_units", lambda device: are_there
+        )
     monkeypatch.setattr("mrp_lightning.solver.hessian._MANY_COLUMNS", 1)
 
 
@@ -308,7 +310,8 @@ def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monk
         return lambda left, out: torch.mm(left, opposed @ opposed.T, out=out)
 
     units(monkeypatch, True)
-    monkeypatch.setattr("mrp_lightning.solver.compensations.rounded_product", wrong)
+    for module in ("compensations", "masked_rows"):
+        monkeypatch.setattr(f"mrp_lightning.solver.{module}.rounded_product", wrong)
     solution = prune_weight(weight, hessian, block_size=16, pattern="2:4")
     assert torch.equal(solution.pruned, expected.pruned)
     assert solution.gap <= 1e-6
@@ -331,7 +334,7 @@ def test_the_last_solve_rounds_its_products_where_that_helps(problem, truth, mon
         system = MaskedRows(weight.float(), x, pruned, damped)
         products = []
         monkeypatch.setattr(
-            "mrp_lightning.solver.compensations.full_product",
+            "mrp_lightning.solver.masked_rows.full_product",
             lambda matrix, products=products: counted(full_product(matrix), products),
         )
         system.solve(1e-6, lambda _: None)
@@ -377,7 +380,7 @@ def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
     monkeypatch.setattr(LowRankModel, "on", useless)
     if both:
         monkeypatch.setattr(
-            "mrp_lightning.solver.compensations.InverseOnKept",
+            "mrp_lightning.solver.masked_rows.InverseOnKept",
             lambda inverse, kept: useless(None, kept),
         )
     solution = prune_weight(weight, hessian, block_size=None, **arguments)
