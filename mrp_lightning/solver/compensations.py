@@ -204,10 +204,9 @@ class ExactCompensation:
 class SweptCompensation:
     """Solution 𝔖 for the choice, and 𝔐 for the weights: the optimum for a column sweep's mask.
 
-    The mask is chosen as in `ColumnSweep`, from weights that only make up for removals before them,
-    and costs no more; a single solve, started from the swept weights, then sets all kept weights to
-    the optimum. It takes the time of `ExactCompensation` with one block. Its mask as a rule loses
-    less than that of one block, and more than that of Algorithm 1.
+    The mask is that of `ColumnSweep`; a single solve, started from the swept weights, then sets all
+    kept weights to the optimum. It takes about the time of `ExactCompensation` with one block. Its
+    mask as a rule loses less than that of one block, and more than that of Algorithm 1.
     """
 
     name: ClassVar[str] = "SM"
@@ -236,9 +235,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
     the optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:.
     Only the next block of them is ever needed.
 
-    Returns:
-        A start for the last solve, (rows, columns), with the removed weights zero; the removed
-        weights, bool; and the number of iterations.
+    Returns a start for the last solve, the removed weights, bool, and the number of iterations.
     """
     weight, damped = problem.weight, problem.damped
     columns, iterations = weight.shape[1], 0
@@ -270,15 +267,10 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
         # After the last block no choice is left, and `_solve` goes on from this x alone: it
         # never sees the rounding that the gradient has gathered.
         if stop < columns:
-            iterations += _approach(
-                weight[:, lead],
-                x[:, lead],
-                gradient[:, lead],
-                pruned[:, lead],
-                schur[lead, lead],
-                inverse[lead, lead],
-                thorough=number <= renewal or number % renewal == 0,
-            )
+            weights = weight[:, lead], x[:, lead], gradient[:, lead], pruned[:, lead]
+            thorough = number <= renewal or number % renewal == 0
+            matrices = schur[lead, lead], inverse[lead, lead]
+            iterations += _approach(*weights, *matrices, thorough=thorough)
             problem.progress(f"columns {stop}/{columns}")
     return x, pruned, iterations
 
