@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -219,7 +220,14 @@ def machine() -> dict[str, str]:
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processor = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return {"processor": processor, "vllm": vllm.__version__, "torch": torch.__version__}
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "processor": processor,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        # The chosen one of several stands in brackets.
+        "huge_pages": re.findall(r"\[(\w+)\]", modes.read_text())[0] if modes.exists() else "never",
+    }
 
 
 def page(results: list[dict[str, Any]]) -> Iterator[str]:
@@ -239,7 +247,9 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
         f"{GROUP}; sparse weights are `bitmask` and `bitmask4`. Tokens a second, medians of "
         f"interleaved rounds ({results[0]['rounds']}) on an idle machine. Prompts have "
         f"{PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, which a "
-        "virtual machine shares, so that its speeds and ratios vary from run to run."
+        "virtual machine shares, so that its speeds and ratios vary from run to run. Packed "
+        "weights lie in huge pages, for which the plug-in asks; other memory gets them where "
+        f"`transparent_hugepage/enabled` is `always`. Here it is `{latest['huge_pages']}`."
     )
     for result in results:
         rates, columns = result["rates"], list(result["rates"]["dense"])

@@ -30,7 +30,7 @@ from mrp_sparse.formats import slices
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
-from mrp_sparse.kernels import compiled, operator
+from mrp_sparse.kernels import compiled, huge_pages, operator
 from mrp_sparse.vllm.marks import as_in_file, is_from_file
 
 EXPORT_AGAIN = "Export the pruned model again."
@@ -242,7 +242,7 @@ class PackedMethod(LinearMethodBase):
         """
         parts = [layer.packed_parts.pop(index) for index in sorted(layer.packed_parts)]
         for name, tensors in zip(names_of(self.form), zip(*parts, strict=True), strict=True):
-            joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+            joined = _joined(tensors)
             setattr(layer, name, nn.Parameter(joined, requires_grad=False))
         if self.form.row_offsets is not None:
             # From the joined bits: offsets of a part would count from its own first value.
@@ -404,4 +404,14 @@ def _check_class(layer: Any) -> None:
 def _copied(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a copy, since a tensor that was read may be a view of a mapped file."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_like(tensor, device=device, dtype=kind).copy_(tensor)
+    return huge_pages.empty(tensor.shape, kind, device).copy_(tensor)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts, one after the other."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    shape = sum(map(len, tensors)), *first.shape[1:]
+    # The parts share a dtype: `out` would cast without a word.
+    return torch.cat([*tensors], out=huge_pages.empty(shape, first.dtype, first.device))
