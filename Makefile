@@ -125,7 +125,8 @@ embedded-model: .venv/installed
 # Tests packed models, and the formats of others, in the engines that serve them; then measures their speed
 # on an idle machine (10 minutes), and writes lab/results/serving.md.
 vllm: test-vllm
-	$(VLLM)/python lab/benchmarks/serving.py --out lab/results/serving.md
+	$(VLLM)/python lab/benchmarks/serving.py --rounds 3
+	$(VLLM)/python lab/benchmarks/serving.py --threads 1 --width 4096 --layers 2 --rounds 2 --out lab/results/serving.md
 
 test-vllm: .venv-vllm/installed
 	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest tests/serving

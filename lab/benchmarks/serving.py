@@ -245,7 +245,7 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
         f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}. A LLaMA "
         "with random weights; eager. int4 is compressed-tensors in groups of "
         f"{GROUP}; sparse weights are `bitmask` and `bitmask4`. Tokens a second, medians of "
-        f"interleaved rounds ({results[0]['rounds']}) on an idle machine. Prompts have "
+        "interleaved rounds on an idle machine. Prompts have "
         f"{PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, which a "
         "virtual machine shares, so that its speeds and ratios vary from run to run. Packed "
         "weights lie in huge pages, for which the plug-in asks; other memory gets them where "
