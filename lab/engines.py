@@ -1,15 +1,17 @@
 r"""Tokens a second of a run of the evidence in vLLM and llama.cpp, as rows of its table.
 
-    python -m mrp_lightning sweep --config configs/sweeps/evidence.yaml --out runs/kept \
-        --save_checkpoints true --only Qwen2.5-Coder-0.5B-WikiText2/50-SM-s128-seed0
-    .venv-vllm/bin/python lab/engines.py runs/kept/Qwen2.5-Coder-0.5B-WikiText2/50-SM-s128-seed0
+    RUN=Qwen2.5-Coder-0.5B-WikiText2/50-SM-s128-seed0
+    python -m mrp_lightning sweep --config configs/sweeps/evidence.yaml \
+        --config configs/sweeps/evidence_kept.yaml --only $RUN
+    .venv-vllm/bin/python lab/engines.py runs/kept/$RUN
 
-The first command makes the run again with its checkpoint, which `make evidence` does not keep. The
-second one packs it, and decodes one sequence in vLLM with its weights dense and packed, in turns,
-and in llama.cpp with the type of its grid, or in bfloat16. Each engine gives a row: a copy of the
-run's, or of the dense model's, with `engine` and `tokens_per_second`. Stored zeros cost as much as
-other weights, so that the unpacked run has the speed of the dense model. `make vllm` makes the
-environment. Times are wall times: nothing else may run.
+The first command makes the run again with its checkpoint, which `make evidence` does not keep, and
+evaluates it on a zero-shot task. The second one packs it, and decodes one sequence in vLLM with its
+weights dense and packed, in turns, and in llama.cpp with the type of its grid, or in bfloat16. Each
+engine gives a row: a copy of the run's, or of the dense model's, with `engine` and
+`tokens_per_second`. Stored zeros cost as much as other weights, so that the unpacked run has the
+speed of the dense model. `make vllm` makes the environment. Times are wall times: nothing else may
+run.
 """
 
 import argparse

@@ -107,6 +107,15 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(command):
     assert not Path("evidence.csv").exists()
 
 
+def test_kept_runs_are_those_of_the_evidence(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    evidence_alone = "--config=configs/sweeps/evidence.yaml"
+    kept = read_sweep([evidence_alone, "--config=configs/sweeps/evidence_kept.yaml"])
+    assert kept.save_checkpoints
+    assert kept.out == "runs/kept"
+    assert kept.trials == read_sweep([evidence_alone]).trials
+
+
 def test_the_committed_table_and_page_fit_the_sweep(monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = read_sweep(["--config=configs/sweeps/evidence.yaml"])
