@@ -47,6 +47,7 @@ def main() -> None:
     option("--out", type=Path, help="the file of the tables (default: standard output)")
     parts = {"power": power_cuts, "disk": failing_disks, "kill": random_kills, "fuzz": fuzzing}
     option("--part", nargs="+", choices=list(parts), default=list(parts))
+    option("--commands", nargs="+", help="those whose power is cut, or calls fail (default: all)")
     option("--cuts", type=int, default=200, help="power cuts of each command")
     option("--failures", type=int, default=100_000, help="the most failing calls of each command")
     option("--kills", type=int, default=100, help="kills in all")
@@ -80,7 +81,7 @@ def power_cuts(
     """Cut the power of each command."""
     rows, faults = [], []
     columns = ("command", "cuts", "after the cut", "the same command again", "faults")
-    for command in commands.values():
+    for command in _chosen(commands, options):
         done = _last(power.cut(command, options.cuts, random.Random(options.seed)))
         faults += [f"{command.name}: {fault}" for fault in done.faults]
         counted = (_counted(done.states), _counted(done.reruns))
@@ -94,12 +95,16 @@ def failing_disks(
     """Let calls of each command fail."""
     rows, faults = [], []
     columns = ("command", "failed calls", "named the file and the way on", "right result", "faults")
-    for command in commands.values():
+    for command in _chosen(commands, options):
         done = _last(disk.fail(command, options.failures, random.Random(options.seed)))
         faults += [f"{command.name}: {fault}" for fault in done.faults]
         tried = done.refused + done.harmless + len(done.faults)
         rows.append((command.name, tried, done.refused, done.harmless, len(done.faults)))
         yield "Failing disks", columns, rows, faults
+
+
+def _chosen(commands: dict[str, Command], options: argparse.Namespace) -> list[Command]:
+    return [commands[name] for name in options.commands or commands]
 
 
 def random_kills(
