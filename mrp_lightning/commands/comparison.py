@@ -231,8 +231,12 @@ class _Subject:
         """Return the subject with the windows of its own text that its widest layer needs.
 
         Writing a window costs more than pruning with it, so that a small model writes fewer than
-        the default of the `TextDataModule`, which is also the most.
+        the default of the `TextDataModule`, which is also the most, and the number for a model with
+        experts.
         """
+        # An expert sees its router's share of the tokens, which no configuration bounds.
+        if any(hasattr(module, "experts") for module in self.model.model.modules()):
+            return self
         plan = self.plan
         layers = [*chain.from_iterable(plan.layers.values()), *plan.outside]
         layers += [plan.head] if plan.head is not None else []
