@@ -1,6 +1,10 @@
 """Families whose layers vLLM reads in ways of their own; random models in float32."""
 
+import json
+import shutil
+
 import pytest
+import torch
 from served import engine, noise, random_model, removed, scores, two_of_four
 
 pytest.importorskip("vllm", reason="needs vLLM: `make vllm`")
@@ -44,3 +48,44 @@ def test_rows_that_vllm_rearranges_are_refused(kind, root, packed):
     source = random_model(root / kind, kind, removed, FAMILIES[kind])
     with pytest.raises(ValueError, match=r"not as in the file|cannot read packed layers"):
         engine(packed(source, "bitmask"), dtype="float32")
+
+
+PARTS = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}
+PARTS |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+
+
+def own_loop(skipped):
+    """A LLaMA with a loop over tensors of its own, as the classes for GPUs alone have one."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    class OwnLoop(LlamaForCausalLM):
+        def load_weights(self, weights):
+            params = dict(self.named_parameters())
+            for name, tensor in weights:
+                if name.endswith(skipped):
+                    continue
+                *parents, part, key = name.split(".")
+                fused, *shard = PARTS.get(part, (part,))
+                param = params[".".join([*parents, fused, key])]
+                getattr(param, "weight_loader", default_weight_loader)(param, tensor, *shard)
+
+    return OwnLoop
+
+
+@pytest.mark.parametrize("skipped", [(), "weight_bits"], ids=["reads all", "skips some"])
+def test_a_class_with_its_own_loop_reads_all_or_is_refused(skipped, half, packed, tmp_path):
+    from vllm import ModelRegistry
+
+    source = packed(half, "bitmask")
+    copy = shutil.copytree(source, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    name = f"OwnLoop{len(skipped)}ForCausalLM"
+    (copy / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    ModelRegistry.register_model(name, own_loop(skipped))
+    if skipped:
+        with pytest.raises(ValueError, match=r"cannot be read whole.*\n.*weight_bits missing"):
+            engine(copy)
+        return
+    own, usual = scores(engine(copy), noise()), scores(engine(source), noise())
+    assert torch.equal(own.log_probs, usual.log_probs)
