@@ -29,8 +29,8 @@ SETTINGS = {"50%": ("#0a6d74", "o"), "2:4": ("#a06d14", "s")}
 METHODS = {
     "Wanda": "Wanda",
     "SparseGPT": "SparseGPT",
-    "SM": "optimal (SM),\nthe default",
-    "JM": "joint mask (JM)",
+    "SM": "optimal (SM)",
+    "JM": "joint mask (JM),\nthe default",
     "best": "joint and tuned\n(best)",
 }
 

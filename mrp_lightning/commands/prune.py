@@ -113,7 +113,9 @@ def _settings(options: Namespace) -> Settings:
         )
     # Options that the user gives override the recipe's, so `chosen` holds only options that are
     # set: a default would undo the recipe.
-    arguments = {**_RECIPES[options.recipe or "paper"], **chosen}
+    # Units are removed whole by the losses of SM: a joint mask is one of single weights.
+    default = "joint" if options.structure is None else "paper"
+    arguments = {**_RECIPES[options.recipe or default], **chosen}
     if {"pattern", "sparsity"} <= chosen.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
     if "pattern" in chosen and "block_size" not in chosen:
@@ -194,7 +196,7 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool,
 
 
 _HELP = {
-    "method": "SM (default), JM, SSM, SS (SparseGPT), wanda, magnitude, …",
+    "method": "JM (default), SM (of the paper), SSM, SS (SparseGPT), wanda, …",
     "sparsity": "the fraction of the weights to remove, such as 0.5",
     "pattern": "N:M keeps N of every M consecutive weights of a row, such as 2:4",
     "bits": "3, 4 or 8: the kept weights are put on a grid; alone, it is quantisation",

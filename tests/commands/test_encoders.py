@@ -92,7 +92,7 @@ def test_a_sentence_encoder_is_pruned_with_all_that_lies_beside_it(encoder, text
     tokenizer = AutoTokenizer.from_pretrained("out")
     cosine = expected_cosine(dense, pruned, tokenizer, text)
     assert 0.5 < cosine < 0.9999
-    (printed,) = re.findall(r"│ 2:4 by SM +│ +([\d.]+) │", shown)
+    (printed,) = re.findall(r"│ 2:4 by JM +│ +([\d.]+) │", shown)
     assert float(printed) == pytest.approx(cosine, abs=1e-4)
     recorded = json.loads(Path("out/evaluation.json").read_text())
     (scores,) = recorded["similarity"].values()

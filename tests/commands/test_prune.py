@@ -86,7 +86,7 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
     held_out = TextDataModule([text], hold_out=True).documents("test")[0]
     assert text.read_text().endswith(held_out)
     assert 0.05 < len(held_out) / len(text.read_text()) < 0.11
-    for directory, name in ((tiny_llama, "dense"), (out, "2:4 by SM")):
+    for directory, name in ((tiny_llama, "dense"), (out, "2:4 by JM")):
         expected = perplexity(directory, held_out, 6)
         (told,) = re.findall(rf"│ {name} +│ +([\d.,]+) │", shown)
         assert float(told.replace(",", "")) == pytest.approx(expected, rel=2e-3)

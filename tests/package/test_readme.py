@@ -59,7 +59,7 @@ def test_the_first_run(tiny_llama, here, capsys):
     shown = [line.split("┃")[1:-1] for line in README.splitlines() if line.startswith("┃")]
     columns = [name.strip() for name in shown[0]]
     assert columns[:4] == ["model", "perplexity @512", "× dense", "weights removed"]
-    assert all(word in printed for word in ("50% by SM", *columns[2:]))
+    assert all(word in printed for word in ("50% by JM", *columns[2:]))
     main(report)
     assert Path("runs/first/report.html").is_file()
     main(export)

@@ -45,7 +45,7 @@ def test_five_minutes(tiny_llama, here, capsys):
     model = {"$MODEL": str(tiny_llama)}
     few = ["--num-samples=4", "--sequence-length=32", "--accelerator=cpu"]
     main([*(model.get(word, word) for word in words(prune)), *few])
-    assert "50% by SM" in capsys.readouterr().out
+    assert "50% by JM" in capsys.readouterr().out
     layers, report = block(page, "mrp-lightning layers").splitlines()
     main([model.get(word, word) for word in words(layers)])
     main(words(report))
@@ -66,7 +66,7 @@ def test_half_of_the_weights(page, tiny_llama, here, capsys):
     prune, *more = block(page, "mrp-lightning prune").splitlines()
     arguments = words(prune.replace("facebook/opt-125m", str(tiny_llama)))
     main([*arguments, "--num-samples=2", "--sequence-length=64", "--accelerator=cpu"])
-    assert "50% by SM" in capsys.readouterr().out
+    assert "50% by JM" in capsys.readouterr().out
     if page == "checkpoint.md":
         return
     for line in more:
