@@ -31,7 +31,7 @@ _COLUMNS = 128
 """The default block size, reduced to a multiple of the pattern's group."""
 
 _OF_CODE = re.compile("code|stdlib", re.IGNORECASE)
-"""What the names of models of program code contain: a story is no prompt for them."""
+"""Words in the names of models of program code, for which a story is no prompt."""
 
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = (
