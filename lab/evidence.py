@@ -245,7 +245,7 @@ def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
         save_text(page.with_suffix(".svg"), on_light)
         on_dark = on_light.replace("<svg ", f'<svg style="{_DARK}" ', 1)
         save_text(page.with_name(f"{page.stem}-dark.svg"), on_dark)
-        parts += ["## How loss shrinks with size", in_both_colours(drawn, page.stem)]
+        parts += ["## Loss and size", in_both_colours(drawn, page.stem)]
     parts += ["## The protocol", evidence.description.strip(), "```\nmake evidence\n```"]
     for name, model in evidence.models.items():
         of_model = rows[(rows["model"] == name) & (rows["engine"] == "")]
