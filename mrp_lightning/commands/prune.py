@@ -113,8 +113,8 @@ def _settings(options: Namespace) -> Settings:
         )
     # Options that the user gives override the recipe's, so `chosen` holds only options that are
     # set: a default would undo the recipe.
-    # Units are removed whole by the losses of SM: a joint mask is one of single weights.
-    default = "joint" if options.structure is None else "paper"
+    # A joint mask has no column blocks, and is one of single weights, not of units.
+    default = "paper" if chosen.keys() & {"structure", "block_size"} else "joint"
     arguments = {**_RECIPES[options.recipe or default], **chosen}
     if {"pattern", "sparsity"} <= chosen.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")

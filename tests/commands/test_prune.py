@@ -425,3 +425,16 @@ def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path
         assert process.wait(timeout=60) == 143
     assert said[-1].startswith("Tokenizing"), said  # and not that a long operation was stopped
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (["--pattern=2:4"], "JM"),
+        (["--sparsity=0.2", "--structure=neurons"], "SM"),
+        (["--sparsity=0.5", "--block-size=64"], "SM"),
+        (["--sparsity=0.5", "--recipe=paper"], "SM"),
+    ],
+)
+def test_the_default_method_has_what_is_asked_for(options, method):
+    assert _settings(_parser().parse_args(["model", *options])).method == method
