@@ -231,7 +231,7 @@ def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
 
 
 _CACHED = 2**17
-"""The number of weights of the rows that take several steps together, which stay in the cache."""
+"""The number of weights of the rows that take several steps together on a CPU, in its cache."""
 _FEWEST_ROWS = 208
 """The number of rows that take several steps together, whatever their length: a product reads the
 whole matrix, and with fewer rows it waits for memory (26 rows of 4,864 columns: half the speed)."""
@@ -302,9 +302,10 @@ class _JointSearch:
         self.u, self.change = torch.zeros_like(weight), torch.zeros_like(weight)  # change: w − b
         rows, columns = weight.shape
         self.chunks = [slice(0, rows)]
-        if isinstance(problem.pattern, SemiStructured):
+        if isinstance(problem.pattern, SemiStructured) and weight.device.type == "cpu":
             # Groups lie within a row, so that a few rows, which stay in the cache, take several
-            # steps together. Other patterns rank all rows, of all processes, at each step.
+            # steps together. Other patterns rank all rows, of all processes, at each step. A GPU
+            # needs all rows at once to be busy.
             parts = split_range(0, rows, max(_FEWEST_ROWS, _CACHED // columns))
             self.chunks = [slice(first, stop) for first, stop in parts]
         rounds = weight.dtype == torch.float32 and has_bfloat16_units(weight.device)
