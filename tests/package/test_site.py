@@ -117,7 +117,8 @@ def test_words_of_readers_are_in_the_search(site, word):
 def test_the_page_of_the_callback_lists_all_arguments(site):
     from mrp_lightning.pruning.settings import Settings
 
-    text = unescape(re.sub("<[^>]*>", "", (site / "api-calibration" / "index.html").read_text("utf-8")))
+    page = (site / "api-calibration" / "index.html").read_text("utf-8")
+    text = unescape(re.sub("<[^>]*>", "", page))
     for name in inspect.signature(Settings).parameters:
         assert re.search(rf"\b{name}\b", text), name
 
