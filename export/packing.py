@@ -89,7 +89,7 @@ class PackingOptions:
 
 
 def convert(options: PackingOptions) -> ExportReport:
-    """Validate, pack, compare and report.
+    """Pack a checkpoint, compare the result with its source, and return the report of both.
 
     Raises:
         PatternError: The checkpoint lacks the pattern; see `choose_layers`.

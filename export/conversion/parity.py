@@ -92,11 +92,12 @@ def check_parity(
     device: torch.device | str = "cpu",
     track: Track = silently,
 ) -> Parity:
-    """Compare an exported directory, as it is on disk, with its source.
+    """Compare an exported directory, as it is on disk, with its source, and return the results.
 
-    The first failing stage ends the comparison, since later stages would fail, too. Logits are
-    compared on the files of `text`, by default on the embedded text. A `head` of 8 bits must equal
-    the source's head, rounded; the effect of the rounding is reported, and is no failure.
+    A difference raises no error here; `Parity.require` does that. The first failing stage ends the
+    comparison, since later stages would fail, too. Logits are compared on the files of `text`, by
+    default on the embedded text. A `head` of 8 bits must equal the source's head, rounded; the
+    effect of the rounding is reported, and is no failure.
     """
     parity = Parity()
     # From cheap to expensive: stored bits, products of single layers, logits of whole models.

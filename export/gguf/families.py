@@ -57,7 +57,7 @@ class Family:
 
     Attributes:
         architecture: llama.cpp's name of the architecture.
-        fields: What the file holds of the configuration.
+        fields: The entries of the configuration that the file can express.
         rotates: Whether the rows of queries and keys are interleaved in the file.
         adds_one: Whether norms multiply by one plus their weight.
         has_head: Whether llama.cpp reads a head that differs from the embeddings.

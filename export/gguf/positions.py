@@ -35,7 +35,7 @@ def positions_of(*kinds: str) -> Rule:
 
 
 def local_and_global(config: PreTrainedConfig) -> str | None:
-    """Return why llama.cpp cannot compute with the two kinds of positions of Gemma 3."""
+    """Return why llama.cpp cannot compute Gemma 3's two kinds of positions, `None` if it can."""
     local = config.rope_parameters["sliding_attention"]
     if (local["rope_type"], local["rope_theta"]) != ("default", _LOCAL_BASE):
         return (

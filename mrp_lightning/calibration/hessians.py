@@ -61,8 +61,9 @@ def blend(expert: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor,
 
 
 def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Split layers into the groups of one calibration pass each, which bound experts' Hessians.
+    """Split layers into groups of one calibration pass each, to bound the memory of Hessians.
 
+    Each group of experts has Hessians of at most `HESSIAN_BYTES`, unless one expert alone has more.
     Experts run in parallel and feed no other calibrated layer of their block, so pruning some
     leaves the inputs of the others unchanged; only the pooled Hessian then sees inner activations
     of experts that are already pruned. All other layers come last, since they may feed the experts.
@@ -308,7 +309,7 @@ class Calibration(_Watch):
             super().end_batch()
 
     def end_batch(self) -> None:
-        """Check the groups, and release the tensors of a batch.
+        """Check that the layers of a group saw the same inputs, and release the tensors of a batch.
 
         Raises:
             InputsDiffer: A group's layers were not called equally often.

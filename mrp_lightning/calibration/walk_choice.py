@@ -66,8 +66,9 @@ def sketch(tensor: Tensor) -> Sketch:
 def relative_error(output: Sketch, expected: Sketch, received: Sketch) -> float:
     """Return ‖output − expected‖ relative to ‖expected − received‖, the block's own update.
 
-    Relative to ‖expected‖, even a walk that skips a block would look correct, since most of the
-    output is the residual stream.
+    `received` is the block's input, and `expected` its output in a full forward. Relative to
+    ‖expected‖, even a walk that skips a block would look correct, since most of the output is the
+    residual stream.
     """
     if output.shape != expected.shape:
         return float("inf")

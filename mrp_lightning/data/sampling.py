@@ -68,7 +68,10 @@ class Sampling:
         return torch.from_numpy(np.stack(numbers))
 
     def starts(self, uniforms: Tensor) -> Tensor:
-        """Return the tokens that each window begins with (windows, tokens), int64."""
+        """Return the tokens that each window begins with (windows, tokens), int64.
+
+        `uniforms` are those of the windows; their first column draws the first token.
+        """
         if len(self.prefix):
             return self.prefix.expand(len(uniforms), -1)
         # ⌊u·n⌋ < n as u < 1; in float32 the product could be rounded up to n.

@@ -325,7 +325,7 @@ class ModelRuns:
 
     @cached_property
     def rows(self) -> list[RunGroup]:
-        """The dense model as a group, if it was evaluated, and all groups."""
+        """The groups of runs, after one of the dense model alone, if it was evaluated."""
         return [*([RunGroup([self.dense], "dense")] if self.dense else []), *self.groups]
 
     @property

@@ -145,7 +145,7 @@ class PrunedModule:
         self._strong = None
 
     def complete(self) -> None:
-        """Mark the report as complete. Nothing else does."""
+        """Mark the report as complete; no other method does."""
         self.report.complete = True
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool) -> None:

@@ -211,7 +211,7 @@ class Structure:
         return self.count * sum(weight.numel() // self.units for weight in weights)
 
     def config_entries(self, config: Any) -> list[Attribute]:
-        """Return the entries of a model's configuration for the number of units, as attributes."""
+        """Return the entries of a configuration that give the number of units, as attributes."""
         return [(config.get_text_config(), name, value) for name, value in self.config.items()]
 
     def __str__(self) -> str:

@@ -203,7 +203,7 @@ class Sparsities:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Sparsities":
-        """Return the sparsities among some tensors, by names as in `tensors`."""
+        """Read the sparsities that `tensors` wrote; tensors of other names are ignored."""
         layers = _numbers(tensors, _OF_LAYER)
         patterns = {name: Unstructured(sparsity) for name, sparsity in layers.items()}
         return cls(_numbers(tensors, _OF_BLOCK), patterns)

@@ -78,7 +78,7 @@ class Link:
 
 
 class Balance:
-    """The factors of all blocks.
+    """The factors that balance the columns of all blocks, before their weights are on a grid.
 
     Args:
         factors: By `NAME.columns` the factors by which the columns of a layer are multiplied, and
@@ -349,7 +349,7 @@ class Probe:
         self._first = self._watched()
 
     def links(self) -> list[Link]:
-        """Return the links of the block; no layer reads from two of them."""
+        """Return the links of the block: producers and their readers. A layer reads from one."""
         if not _same(self._watched().output, self._first.output):
             return []  # its outputs differ from run to run, so that nothing can be told from them
         links: list[Link] = []
@@ -362,7 +362,7 @@ class Probe:
     def holds(self, links: Sequence[Link]) -> bool:
         """Return whether the largest and least factors leave the output as it is, to the bit.
 
-        Both are powers of two, and so large that what a model clips would change.
+        Both are powers of two, and so large that values which the model clips would change.
         """
         factors: dict[str, dict[str, Tensor]] = {}
         for link in links:

@@ -78,7 +78,7 @@ class WalkedBlock:
         return self.dense if self.job.settings.target_weight else None
 
     def published(self, results: Iterable[LayerResult]) -> list[LayerResult]:
-        """Return results of pruned layers with the name of the block, logged and passed on."""
+        """Log results of pruned layers, hand them to `on_result`, and return them, block named."""
         named = [replace(x, row=replace(x.row, block=self.name)) for x in results]
         for result in named:
             row = result.row
@@ -87,7 +87,7 @@ class WalkedBlock:
         return named
 
     def left_dense(self, layers: Iterable[Layer], reason: str) -> list[LayerResult]:
-        """Return the results of layers that stay dense for a reason, and pass them on."""
+        """Return the results of layers that stay dense, and hand them to `on_result`, too."""
         rows = [LayerReport.left_dense(x.name, x.weight.shape, reason, self.name) for x in layers]
         results = list(map(LayerResult, rows))
         for result in results:

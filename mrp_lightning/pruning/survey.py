@@ -20,7 +20,7 @@ _NAME = "survey"
 
 
 class Study(Protocol):
-    """Measures the blocks of the dense model, one after another."""
+    """A measurement of each dense block in turn, which decides sparsities or balance for all."""
 
     def visit(self, block: WalkedBlock) -> None:
         """Measure a block at its turn in the walk, and leave it as it was."""

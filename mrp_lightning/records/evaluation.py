@@ -134,7 +134,7 @@ def averaged(zeroshot: Mapping[str, Scores]) -> dict[str, float]:
 
 
 def mean_accuracy(zeroshot: Mapping[str, Scores]) -> float | None:
-    """Return the mean of `averaged`, as in the paper's table."""
+    """Return the mean accuracy over the tasks of `averaged`; `None` if there are none."""
     values = averaged(zeroshot).values()
     return sum(values) / len(values) if values else None
 

@@ -122,7 +122,7 @@ class ColumnSet:
         return is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
 
     def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
-        """Return the optimal weight (rows, columns) with P removed.
+        """Return the optimal weight (rows, columns) without the removed columns P.
 
         `live` is the weight with zeros in the columns of dead inputs.
         """

@@ -71,7 +71,7 @@ class NoCompensation:
     needs_inverse: ClassVar[bool] = False
 
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
-        """Choose the mask from the dense weight."""
+        """Choose the mask from the dense weight, and leave the kept weights as they are."""
         weight = problem.weight
         choose = mask.bind(problem, problem.inverse_blocks)
         blocks = split_range(0, weight.shape[1], problem.block_size)
@@ -210,8 +210,8 @@ class SweptCompensation:
     """Solution 𝔖 for the choice, and 𝔐 for the weights: the optimum for a column sweep's mask.
 
     The mask is that of `ColumnSweep`; a single solve, started from the swept weights, then sets all
-    kept weights to the optimum. It takes about the time of `ExactCompensation` with one block. Its
-    mask as a rule loses less than that of one block, and more than that of Algorithm 1.
+    kept weights to the optimum. It takes about the time of `ExactCompensation` with one block. As
+    a rule its mask loses less than a mask chosen in one block, and more than Algorithm 1's.
     """
 
     name: ClassVar[str] = "SM"

@@ -47,7 +47,7 @@ class MaskedRows:
 
     @property
     def gap(self) -> float:
-        """The bound relative to the loss."""
+        """The bound on the distance to the optimal loss, relative to the loss."""
         return relative(self.bound, self.loss)
 
     def certify(self) -> None:

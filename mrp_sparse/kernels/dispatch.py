@@ -73,7 +73,7 @@ class Failure(_Contestant):
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Measurements of one environment: a device and the versions of the libraries there."""
+    """Measured times of kernels in one environment: a device and the versions of its libraries."""
 
     environment: Mapping[str, Any]
     measurements: tuple[Measurement, ...] = ()

@@ -139,7 +139,7 @@ class Arrivals:
         self._missing -= set(self.indices(shard))
 
     def indices(self, shard: Any) -> list[int]:
-        """Return the indices of the parts in a shard; `None` means all, fused in the checkpoint."""
+        """Return the indices of the parts in a shard; the shard `None` holds all of them."""
         if shard is None:
             return list(range(self._num_parts))
         return list(shard) if isinstance(shard, tuple) else [_SHARDS.get(shard, shard)]
