@@ -282,10 +282,14 @@ class Joint(Mask):
         del inverse_blocks
         weight, damped = problem.weight, problem.damped
         if not damped.float32_suffices:
-            weight, damped = weight.double(), damped.double
+            # Only (H + σI)⁻¹ needs float64: σ may be below float32's errors in H. The steps take σ
+            # times it, whose eigenvalues are at most 1, for which float32 suffices.
+            damped = damped.double
+            if problem.result_dtype != torch.float64:
+                weight = weight.float()
         scale = damped.matrix.diagonal().sqrt()
         matrix = damped.matrix / scale[:, None] / scale
-        search = _JointSearch(problem, weight * scale, matrix)
+        search = _JointSearch(problem, weight * scale.to(weight.dtype), matrix)
         # b moves along directions of small eigenvalues at little cost, and the first ρ must not
         # hold it back there. The mean of [H⁻¹]_jj (diagonal 1) measures how small they are.
         inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
@@ -318,7 +322,8 @@ class _JointSearch:
             if step % (_RISES * _STEPS) == 0:
                 # The geometric mean of the penalties that share it: ρ/σ runs from 1/1.44 to 1.44.
                 center = penalty * _GROWTH ** ((_RISES - 1) / 2)  # σ
-                times_inverse = self.product(_inverse(self.matrix, center).mul_(center))
+                inverse = _inverse(self.matrix, center).mul_(center)
+                times_inverse = self.product(inverse.to(self.weight.dtype))
             ratio = penalty / center
             changes = [self._descend(rows, times_inverse, ratio) for rows in self.chunks]
             # The total is the same number in all processes, so that all of them stop at the same
