@@ -38,11 +38,11 @@ class Section(NamedTuple):
 
     @property
     def row(self) -> str:
-        """Its row in the table of contents: the page, its first paragraph, its public names."""
+        """Its row in the table of contents: the page; its first paragraph and public names."""
         summary = " ".join(self.text.strip().partition("\n\n")[0].split())
         names = re.findall(r"^::: (\w+(?:\.callbacks)?\.(\w+))$", self.text, flags=re.M)
         links = ", ".join(f"[`{name}`][{path}]" for path, name in names if name != "errors")
-        return f"| [{self.title}]({self.page}) | {summary} | {links} |"
+        return f"| [{self.title}]({self.page}) | {'<br>'.join(filter(None, (summary, links)))} |"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -52,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         raise FileNotFoundError(f"docs/{SOURCE} is missing: the pages of the API are cut from it.")
     introduction, *parts = re.split(r"^## ", source.content_string, flags=re.M)
     sections = [Section(*part.split("\n", 1)) for part in parts]
-    table = ["| page | what it turns | names |", "| --- | --- | --- |", *(s.row for s in sections)]
+    table = ["| page | content |", "| --- | --- |", *(section.row for section in sections)]
     source.content_string = introduction + "\n".join(table) + "\n"
     for section in sections:
         files.append(File.generated(config, section.page, content=section.content))
