@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter, SpecialVocab, TokenType
+from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
-from mrp_lightning.errors import OptionError, counted
+from mrp_lightning.errors import FormatError, OptionError, counted, first_line
 from mrp_lightning.json_files import read_json
 
 _REMEDY = "Give a GGUF file of the same model with --like."
@@ -28,12 +29,20 @@ def tokenizer_fields(
     """Return a function that adds the tokenizer of a checkpoint to a writer.
 
     Raises:
+        FormatError: tokenizer.json is damaged.
         OptionError: There is no tokenizer.json, llama.cpp has no name for its kind, or it has
             tokens without embeddings.
     """
     file = checkpoint.path / "tokenizer.json"
     if not file.is_file():
         raise OptionError(f"{checkpoint.path} has no tokenizer.json. {_REMEDY}")
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no class of its own
+        raise FormatError(
+            f"{file} is no tokenizer that the library `tokenizers` reads ({first_line(error)}). "
+            "Fetch it again."
+        ) from error
     content = read_json(file, "fetch it again")
     model, added = content["model"], content["added_tokens"]
     by_bytes = model.get("byte_fallback", False)

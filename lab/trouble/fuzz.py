@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 MEMORY, SECONDS = 4096, 30
@@ -28,18 +29,32 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from safetensors import SafetensorError
     from safetensors.torch import save
     from torch import nn
+    from transformers import LlamaConfig
 
-    from export.conversion.checkpoint import open_checkpoint
+    from export.conversion.checkpoint import Checkpoint, open_checkpoint
+    from export.gguf.tokenizer import tokenizer_fields
     from mrp_lightning.cli.arguments_given import arguments_given
-    from mrp_lightning.errors import FormatError, JournalError, OptionError, TargetError
+    from mrp_lightning.errors import (
+        DataError,
+        FormatError,
+        JournalError,
+        OptionError,
+        TargetError,
+    )
     from mrp_lightning.experiments.runs import FinishedTrial
     from mrp_lightning.files import MANIFEST, not_ours
     from mrp_lightning.journal.journal import unfinished_report
+    from mrp_lightning.models.checkpoint import stored_names, weight_files
+    from mrp_lightning.models.companions import find_companions
     from mrp_lightning.models.gguf import gguf_config
     from mrp_lightning.models.integrity import check_values, damaged_files
     from mrp_lightning.records import evaluation
     from mrp_lightning.records.block_result import BlockResult, is_of_journal
+    from mrp_lightning.records.grid_file import load_parameters
     from mrp_lightning.records.report import PruningReport
+    from mrp_lightning.text.documents import documents_of_files
+    from mrp_sparse.kernels.candidates import Call
+    from mrp_sparse.kernels.dispatch import KernelTimes
     from mrp_sparse.own_module import load_into
 
     def report(directory: Path, data: bytes) -> None:
@@ -123,6 +138,40 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         with suppress(OptionError):
             arguments_given(["--config", str(file)])
 
+    def grids(directory: Path, data: bytes) -> None:
+        file = directory / "grid.safetensors"
+        file.write_bytes(data)
+        with suppress(FormatError):
+            load_parameters(file)
+
+    def index(directory: Path, data: bytes) -> None:
+        (directory / "model.safetensors.index.json").write_bytes(data)
+        with suppress(FormatError):
+            weight_files(directory)
+        with suppress(FormatError):
+            list(stored_names(directory))
+
+    def modules(directory: Path, data: bytes) -> None:
+        (directory / "modules.json").write_bytes(data)
+        find_companions(directory)
+
+    def documents(directory: Path, data: bytes) -> None:
+        for name in ("a.jsonl", "a.txt"):
+            (directory / name).write_bytes(data)
+            with suppress(DataError):
+                documents_of_files([directory / name], "text", conversation=str)
+
+    def tokenizer(directory: Path, data: bytes) -> None:
+        (directory / "tokenizer.json").write_bytes(data)
+        with suppress(FormatError, OptionError):
+            tokenizer_fields(Checkpoint(directory, {}, [], []), LlamaConfig(vocab_size=8))
+
+    def times(directory: Path, data: bytes) -> None:
+        file = directory / "times.json"
+        file.write_bytes(data)
+        with suppress(FormatError):
+            KernelTimes.load(file).at(Call(1, 64, 64, torch.bfloat16, torch.device("cpu")))
+
     readers = (
         report,
         scores,
@@ -136,8 +185,33 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         packed,
         gguf,
         yaml,
+        grids,
+        index,
+        modules,
+        documents,
+        tokenizer,
+        times,
     )
-    return {reader.__name__: reader for reader in readers}
+    return {reader.__name__: reader for reader in readers} | _of_vllm()
+
+
+def _of_vllm() -> dict[str, Callable[[Path, bytes], None]]:
+    """Return the reader of the plug-in in the main process of vLLM, in the latter's environment."""
+    if find_spec("vllm") is None:
+        return {}
+    from mrp_ground.errors import FormatError
+    from mrp_sparse.formats.bitmask import BITMASK
+    from mrp_sparse.vllm.proof import check_directory
+
+    def served(directory: Path, data: bytes) -> None:
+        """Split the bytes at a NUL NUL: the index, and the file of the tensors."""
+        index, _, content = data.partition(b"\0\0")
+        (directory / "model.safetensors.index.json").write_bytes(index)
+        (directory / "model.safetensors").write_bytes(content)
+        with suppress(FormatError):
+            check_directory(directory, BITMASK, ["0"])
+
+    return {"served": served}
 
 
 def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
@@ -173,6 +247,10 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
         seeds = [next((inputs / "swept").rglob("run.json")).read_bytes()]
     elif name == "scores":
         seeds = [next((inputs / "swept").rglob("evaluation.json")).read_bytes()]
+    elif name == "served":
+        parts = {"0.weight": torch.ones(32), "0.weight_bits": torch.full((4, 2), 85).byte()}
+        index_of = {"weight_map": dict.fromkeys(parts, "model.safetensors")}
+        seeds = [json.dumps(index_of).encode() + b"\0\0" + save(parts)]
     elif name == "packed":
         weight = torch.arange(64.0).view(4, 16) % 17 - 8
         weight = weight * (torch.arange(16) % 4 < 2)
@@ -186,8 +264,44 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
             save_file(parts, file)
             seeds.append(json.dumps(content).encode() + b"\0\0" + file.read_bytes())
             file.unlink()
+    elif name == "documents":
+        seeds = [b'{"text": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n', b"x = 1\n"]
+    elif name == "tokenizer":
+        seeds = [_SMALL_TOKENIZER]
+    elif name == "modules":
+        seeds = [b'[{"idx": 1, "name": "1", "path": "1_Pooling", "type": "models.Pooling"}]']
+    elif name == "index":
+        seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a.weight": "modules.json"}}']
+    elif name == "times":
+        seeds = [_KERNEL_TIMES]
+    elif name == "grids":
+        seeds = [save({"0.scales": torch.ones(4, 1), "0.minima": torch.zeros(4, 1)})]
     for index, seed in enumerate(seeds):
         (corpus / f"seed{index}").write_bytes(seed)
+
+
+_SMALL_TOKENIZER = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 0, "content": "<s>", "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": ["a b"]},
+    }
+).encode()
+_KERNEL_TIMES = json.dumps(
+    {
+        "version": 1,
+        "environment": {"torch": "2.13"},
+        "measurements": [
+            {"out_features": 64, "in_features": 64, "dtype": "bfloat16", "tokens": 1}
+            | {"kernel": "triton", "config": {"rows": 16}, "microseconds": 5.0}
+            | {"low": 4.0, "high": 6.0}
+        ],
+    }
+).encode()
 
 
 def counts(output: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from mrp_lightning.files import not_ours
 LIMIT = 300.0
 """Seconds after which a command hangs; on a quiet machine each takes one or two."""
 
+_LONGEST_GAP = 1.0
 _LEFT_ON_PURPOSE = re.compile(r"\.[^/]+\.[^/]+\.old|\.own-text")
 """An older result that a killed process moved aside, and text that later runs read again."""
 
@@ -167,13 +168,17 @@ def _status_of(words: Sequence[str]) -> int:
 
 def finish(child: int, output: Path, seconds: float | None = None) -> End:
     """Wait until a process ends, or kill it after some seconds."""
-    limit = time.monotonic() + (LIMIT if seconds is None else seconds)
+    limit, waited, last = LIMIT if seconds is None else seconds, 0.0, time.monotonic()
     while True:
+        # A machine that is suspended, or that stops this process and its child together, ages
+        # neither: a long gap between two looks counts as a short one.
+        now = time.monotonic()
+        waited, last = waited + min(now - last, _LONGEST_GAP), now
         ended, code = os.waitpid(child, os.WNOHANG)
         if ended:
             text = output.read_text("utf-8", errors="replace") if output.exists() else ""
             return End(os.waitstatus_to_exitcode(code), text)
-        if time.monotonic() > limit:
+        if waited > limit:
             os.kill(child, signal.SIGKILL)
             _, code = os.waitpid(child, 0)
             text = output.read_text("utf-8", errors="replace") if output.exists() else ""

@@ -108,8 +108,9 @@ def _directories_of_modules(directory: Path) -> set[str]:
     """Return the first parts of the paths in `modules.json`; none if it is missing or damaged."""
     try:
         modules = json.loads((directory / _MODULES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return set()
     listed = modules if isinstance(modules, list) else []
     paths = [module.get("path") for module in listed if isinstance(module, dict)]
-    return {PurePath(path).parts[0] for path in paths if isinstance(path, str) and path}
+    # "" and "." are the checkpoint itself, whose path has no parts.
+    return {part for path in paths if isinstance(path, str) for part in PurePath(path).parts[:1]}

@@ -168,7 +168,7 @@ def _text_of_row(
     if isinstance(row, str):
         try:
             row = json.loads(row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             row, problem = None, f"{problem} ({error})"
     if isinstance(row, dict):
         # The key that the user names goes before `messages`: tables may have both.

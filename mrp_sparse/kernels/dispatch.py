@@ -136,9 +136,10 @@ class KernelTimes:
             )
         try:
             rows = tuple(Measurement(**row) for row in content["measurements"])
-            # `not … > 0` refuses NaN, too, which `<= 0` would accept.
-            if any(not isinstance(row.config, dict) or not row.microseconds > 0 for row in rows):
-                raise ValueError("a row without `config` or `microseconds`")
+            for row in rows:
+                numbers = row.out_features, row.in_features, row.tokens, row.microseconds
+                if not isinstance(row.config, dict) or not all(number > 0 for number in numbers):
+                    raise ValueError("a row without `config`, or with a number that is not above 0")
             return cls(dict(content["environment"]), rows)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(

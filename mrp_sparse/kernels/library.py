@@ -16,6 +16,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -27,6 +29,7 @@ _FLAGS = (
     f"-DTORCH_TARGET_VERSION={_TORCH}",
 )
 _MOST_SECONDS = 600
+_UNFINISHED = ".building-"
 
 
 class BuildError(Exception):
@@ -73,9 +76,10 @@ def build() -> Path:
     if torch is None or torch.origin is None:
         raise BuildError("torch, whose headers are needed, is not installed")
     home = Path(torch.origin).parent
+    _remove_unfinished()
     try:
         # In the same folder, so that `replace` is an atomic rename: no process loads half a file.
-        with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".building-") as aside:
+        with tempfile.TemporaryDirectory(dir=FOLDER, prefix=_UNFINISHED) as aside:
             made = Path(aside) / target.name
             command = [
                 # The map of prefixes keeps this machine's paths out of a library for wheels.
@@ -95,6 +99,14 @@ def build() -> Path:
         if old != target:
             old.unlink(missing_ok=True)
     return target
+
+
+def _remove_unfinished() -> None:
+    """Delete the directories of builds whose process was killed: none lives for so long."""
+    for aside in FOLDER.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):  # another process may be deleting it, too
+            if time.time() - aside.stat().st_mtime > 2 * _MOST_SECONDS:
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def tag() -> str:

@@ -37,7 +37,8 @@ def check_directory(directory: Path, form: PackedFormat, modules: Iterable[str])
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
                 files |= dict.fromkeys(file.keys(), file)
-            except (OSError, SafetensorError) as error:
+            # ValueError: a zero byte in the name of a file.
+            except (OSError, ValueError, SafetensorError) as error:
                 problems.append(f"{path.name}: {first_line(error)}")
         # Tensors of a file that cannot be opened would be listed as missing, one by one.
         if files and not problems:
@@ -53,10 +54,10 @@ def _files(directory: Path) -> list[Path]:
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
     try:
-        names = {*json.loads(index.read_text("utf-8"))["weight_map"].values()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted({*json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        return [directory / name for name in names]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise FormatError(f"{index} is damaged ({first_line(error)}). {EXPORT_AGAIN}") from error
-    return [directory / name for name in sorted(names)]
 
 
 def _problems(files: dict[str, Any], form: PackedFormat, modules: list[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +158,15 @@ def test_a_spoilt_table_is_named(tmp_path, content):
     path = tmp_path / "table.json"
     path.write_text(content)
     with pytest.raises(FormatError, match=r"table\.json .*[Mm]easure again|measure again"):
+        KernelTimes.load(path)
+
+
+@pytest.mark.parametrize("name", ["out_features", "in_features", "tokens", "microseconds"])
+@pytest.mark.parametrize("value", ["1", 0, None])
+def test_a_row_without_a_number_is_refused(tmp_path, name, value):
+    path = tmp_path / "table.json"
+    KernelTimes({}, (replace(row("a", 1.0), **{name: value}),)).save(path)
+    with pytest.raises(FormatError, match="measure again"):
         KernelTimes.load(path)
 
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,15 @@ def test_a_library_of_older_sources_is_built_anew(elsewhere):
     assert {path.name for path in elsewhere.iterdir()} == {"cpu", second.name}
     made = second.stat().st_mtime_ns
     assert library.build().stat().st_mtime_ns == made
+
+
+def test_a_build_whose_process_was_killed_leaves_nothing_for_ever(elsewhere):
+    for name, age in (("killed", 3600), ("running", 10)):
+        (elsewhere / f".building-{name}").mkdir()
+        (elsewhere / f".building-{name}" / "half.so").touch()
+        os.utime(elsewhere / f".building-{name}", 2 * (time.time() - age,))
+    library.build()
+    assert [path.name for path in elsewhere.glob(".building-*")] == [".building-running"]
 
 
 def test_a_library_without_sources_is_that_of_a_wheel(elsewhere):

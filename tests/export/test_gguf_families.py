@@ -169,4 +169,8 @@ def test_what_is_not_known_needs_a_file(checkpoint, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert "--like" in error
+    (directory / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    with pytest.raises(SystemExit):
+        main([str(directory), *out])
+    assert "tokenizer.json is no tokenizer that the library" in capsys.readouterr().err
     assert not (tmp_path / "out.gguf").exists()

@@ -43,13 +43,13 @@ def test_files_that_hold_no_weights_are_companions(directory):
 
 
 def test_modules_that_run_after_the_model_keep_their_weights(directory):
-    modules = '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]'
+    modules = '[{"path": ""}, {"path": "."}, {"path": "1_Pooling"}, {"path": "2_Dense"}]'
     (directory / "modules.json").write_text(modules)
     expected = {name for name, copied in (FILES | OF_A_MODULE).items() if copied}
     assert found(directory) == {*expected, "modules.json"}
 
 
-@pytest.mark.parametrize("damaged", ["{", "3", '[{"path": 3}, 4]'])
+@pytest.mark.parametrize("damaged", ["{", "3", '[{"path": 3}, 4]', "[" * 100_000])
 def test_a_damaged_list_of_modules_names_none(directory, damaged):
     (directory / "modules.json").write_text(damaged)
     assert not {"2_Dense/model.safetensors", "2_Dense/config.json"} & found(directory)

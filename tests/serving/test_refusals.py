@@ -87,6 +87,17 @@ def test_files_are_checked_before_a_worker_starts(spoil, copy):
         arguments.create_engine_config()
 
 
+@pytest.mark.parametrize("weight_map", [[], {"a": 1}, {"a": 1, "b": "c"}, {"a": {}}])
+def test_an_index_that_names_no_files_is_damaged(weight_map, copy):
+    from mrp_sparse.formats.bitmask import BITMASK
+    from mrp_sparse.vllm.proof import check_directory
+
+    file = copy / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json is damaged .*Export the pruned model again"):
+        check_directory(copy, BITMASK, [])
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -43,6 +43,7 @@ def test_a_line_of_json_ends_where_json_says(tmp_path):
         ('["text"]', '["text"]'),
         ('"text"', '"text"'),
         ('{"text": "a', '{"text": "a (Unterminated string'),
+        ('{"text": ' + "[" * 100_000, '{"text": [...] (maximum recursion depth'),
     ],
 )
 def test_a_line_without_a_text_is_named(tmp_path, line, got):
