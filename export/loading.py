@@ -23,8 +23,14 @@ from export.backends import (
 from mrp_ground.arguments import checked
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
+from mrp_lightning.files import MANIFEST, differing
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.checkpoint import build_without_weights, model_class, refuse_adapter
+from mrp_lightning.models.checkpoint import (
+    build_without_weights,
+    model_class,
+    refuse_adapter,
+    weight_files,
+)
 from mrp_lightning.models.integrity import (
     check_files,
     check_values,
@@ -91,7 +97,9 @@ def _has_kernels(layer: BitmaskLinear | Bitmask4Linear | EightBitLinear) -> bool
 
 
 @checked
-def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+def load(
+    directory: str | os.PathLike[str], *, verify: bool = False, **options: Any
+) -> PreTrainedModel:
     """Load a packed or dense model, and check that the directory has all of its weights.
 
     Layers that `device_map` puts on a device without kernels are made dense; see `expand_bitmasks`.
@@ -99,12 +107,15 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     Args:
         directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
             model is loaded on the CUDA device, with its layers in the form that torchao runs there.
+        verify: Whether to compare the SHA-256 of each file of weights with the one that was stored
+            when it was written, which reads all of them once more. Places that do not fit their
+            values are seen without it, a value that a disk changed is not.
         **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
         FileNotFoundError: The directory has no `config.json`.
-        FormatError: Tensors are missing, unexpected, damaged or of another shape; or the directory
-            holds only an adapter.
+        FormatError: Tensors are missing, unexpected, damaged or of another shape; the directory
+            holds only an adapter; or `verify` finds other content.
         OptionError: The directory is of `--format torchao`, and torchao cannot run here, or not in
             this `dtype`.
     """
@@ -117,6 +128,12 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
         )
     content = read_json(directory / "config.json", "export the pruned model again")
     check_values(content, directory)
+    if verify and (names := differing(directory, weight_files(directory))):
+        raise FormatError(
+            f"{directory} is not as it was written: {', '.join(names)} differ from the checksums "
+            f"in {MANIFEST}, or are not listed there. Copy the directory again, with its hidden "
+            "files, or export the pruned model again."
+        )
     settings = content.get("quantization_config") or {}
     if settings.get("quant_method") != TORCHAO_METHOD:
         return _load_pretrained(directory, **options)

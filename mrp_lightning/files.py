@@ -11,7 +11,7 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -194,6 +194,16 @@ def not_ours(directory: Path) -> list[str]:
         elif _why_not_ours(path, listed[path]):
             others.append(f"{name} (changed)")
     return others
+
+
+def differing(directory: Path, files: Iterable[Path]) -> list[str]:
+    """Return the names of files in a directory whose content is not that of its manifest.
+
+    Links are followed, as in the hub's cache, where each file is one.
+    """
+    listed = _read(directory / MANIFEST)
+    names = {file.relative_to(directory).as_posix(): file for file in files}
+    return [n for n, file in names.items() if sha256_of(file) not in listed.get(n, "").split()]
 
 
 def make_directories(path: Path) -> None:

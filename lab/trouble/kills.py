@@ -113,7 +113,7 @@ def kill_processes(inputs: Path, number: int, random_: random.Random) -> Iterato
         seconds = random_.uniform(0, whole)
         if not _kill_one(process, seconds, second=bool(index % 2)):
             kills.through += 1
-        elif alive := _still_alive(process):
+        elif alive := still_alive(process):
             kills.faults.append(f"after {seconds:.1f} s {alive} processes lived on")
         state = command.state()
         if state not in (State(), expected):
@@ -150,28 +150,28 @@ def _kill_one(process: subprocess.Popen[bytes], seconds: float, *, second: bool)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        others = [number for number in _session(process.pid) if number != process.pid]
+        others = [number for number in processes_of(process.pid) if number != process.pid]
         os.kill(others[0] if second and others else process.pid, signal.SIGKILL)
         return True
     return False
 
 
-def _still_alive(process: subprocess.Popen[bytes]) -> int:
+def still_alive(process: subprocess.Popen[bytes]) -> int:
     """Wait for all processes of a session to end; kill and count those that do not."""
     limit = time.monotonic() + _TOGETHER
     while time.monotonic() < limit:
         process.poll()
-        if not _session(process.pid):
+        if not processes_of(process.pid):
             return 0
         time.sleep(0.2)
-    alive = _session(process.pid)
+    alive = processes_of(process.pid)
     for number in alive:
         os.kill(number, signal.SIGKILL)
     process.wait()
     return len(alive)
 
 
-def _session(leader: int) -> list[int]:
+def processes_of(leader: int) -> list[int]:
     """Return the processes of a session that have not ended, by Linux's /proc."""
     numbers = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

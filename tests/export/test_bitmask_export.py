@@ -51,6 +51,23 @@ def test_a_checkpoint_of_no_pattern_becomes_bitmasks(llama, capsys):
     assert "already packed" in refusal([str(packed)], capsys)
 
 
+def test_a_value_that_a_disk_changed_is_seen_where_asked_for(llama):
+    thin_out(llama)
+    main([str(llama)])
+    packed = llama.with_name("llama-bitmask")
+    export.load(packed, verify=True)
+    file = packed / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little")] ^= 1  # behind the header
+    file.write_bytes(content)
+    export.load(packed)  # the places still fit their values
+    with pytest.raises(FormatError, match=r"model\.safetensors differ from the checksums"):
+        export.load(packed, verify=True)
+    (packed / ".mrp_files.json").unlink()
+    with pytest.raises(FormatError, match=r"not listed there. Copy .* with its hidden files"):
+        export.load(packed, verify=True)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_other_families_and_precisions(kind, pruned, ids, tmp_path):
     source = Path(shutil.copytree(pruned(kind, dtype=torch.float32), tmp_path / kind))
