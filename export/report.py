@@ -120,7 +120,7 @@ class ExportReport:
             console.print(_table("Dense layers", ("layer", "why"), alike(reasons)))
         if self.parity is not None:
             rows = _parity_rows(self.parity)
-            console.print(_table("Parity with the source", ("what", "result"), rows))
+            console.print(_table("Parity with the source", ("comparison", "result"), rows))
         for note in self.notes:
             console.print(note)
 

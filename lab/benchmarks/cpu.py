@@ -2,7 +2,7 @@
 
     python lab/benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out lab/results/cpu.md
 
-Weights and the places of zeros are random, since speed does not depend on what weights mean. Dense
+Weights and the places of zeros are random, since speed does not depend on their values. Dense
 is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of eager
 and compiled code in bfloat16. The copies of a layer are larger than any cache and are read in turn;
 more than 128 of them are not compiled, which would take minutes. A step of decoding is one token

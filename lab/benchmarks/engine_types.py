@@ -243,7 +243,8 @@ class Comparison:
             f"`python {' '.join(sys.argv)}`",
             "",
             f"{machine(torch.device('cpu'))}, one thread. Calibrated on {self.options.windows} "
-            f"windows of {LENGTH} tokens, measured on {self.options.eval_windows}.",
+            f"windows of {LENGTH} tokens, measured on {self.options.eval_windows}, spread evenly "
+            "over each text.",
             "",
             *header,
             *self._rows,

@@ -94,7 +94,7 @@ def print_formula(
     rows: list[tuple[str, str, Shape]] = [("this run", method, measured)]
     rows += [(name, "SM", shape) for name, shape in MODELS.items()]
     for name, (weights, squares) in constants.items():
-        print(f"{name}: {weights:.1f} numbers a weight, {squares:.1f} a number of the Hessian.")
+        print(f"{name}: a = {weights:.1f}, b = {squares:.1f} numbers.")
     names = list(parts(measured, constants[method]))
     print(f"\nIn GB; the libraries take {libraries / GB:.2f}:\n")
     print(f"| model | method | windows | weights | {' | '.join(names)} | all | measured |")

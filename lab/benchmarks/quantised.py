@@ -5,24 +5,24 @@ r"""Decoding on a CPU with weights of few bits: ours, PyTorch's and llama.cpp's,
         --out lab/results/quantised.md \
         --sweep configs/sweeps/bits.yaml --sweep-model SmolLM2-WikiText2
 
-METHOD. Speed does not depend on what weights mean: they are random, and so are the places of the
-zeros, but for those of 2:4. All run with one thread, in rounds, each contestant once a round; a
-time is CPU time of the process, the least of the rounds and their median. A layer's copies are
-more than any cache holds, and are read in turn. A model is a shape: a step of decoding is compiled
-ahead of time (`mrp_sparse.compiled_step`), for dense bfloat16 just as for packed weights, with a
-static cache of 256 places that the attention looks at whole; each contestant is a process of its
-own that waits while others run. llama.cpp's time is that of `llama-bench -p 0 -n LONG` less that
-of `-n SHORT`, each with `-t 1 -r 1`, so that loading is left out. Our head is bfloat16 where
-nothing else is said, llama.cpp's is quantised by its own rules: the bytes that a token reads tell.
-PyTorch's int4 is its kernel with a bfloat16 scale and zero for each 64 columns, in layers alone:
-AOTInductor keeps its group size as constants of its own, which are no part of the model. The rest
-is a step less its products: our operators, called one after the other for the same weights, less
-what such a call takes for 64 rows of 64.
+METHOD. Weights and the positions of zeros are random, since speed does not depend on their values;
+2:4 follows its pattern. All contestants run with one thread, once a round. A time is CPU time of
+the process: the least of the rounds, and their median. The copies of a layer are larger than any
+cache and are read in turn. A model is a shape: a decoding step is compiled ahead of time
+(`mrp_sparse.compiled_step`), for dense bfloat16 as for packed weights, with a static cache of 256
+positions, all of which the attention reads. Each contestant is a process of its own, which waits
+while others run. llama.cpp's time is that of `llama-bench -p 0 -n LONG` less that of `-n SHORT`,
+each with `-t 1 -r 1`, which excludes loading. Our head is bfloat16 unless a row says otherwise;
+llama.cpp quantises its head by its own rules, as the bytes that a token reads show. PyTorch's int4
+is its own kernel with a bfloat16 scale and zero point for every 64 columns, measured in single
+layers only: AOTInductor keeps its group size in constants that are no part of the model. "no
+product" is the part of a step that is not spent in products: a step, less our operators called one
+after the other on the same weights, whose call overhead (64 rows of 64) is subtracted first.
 
-With `--sweep`, what a sweep found of our perplexities stands beside that of PyTorch's int4,
-llama.cpp's types (with an importance matrix of the calibration text, too) and, with `--gptq`, a
-checkout of IST-DASLab/gptq, on the same windows; and two pictures are drawn beside `--out`. Times
-are those of the same shape with random weights.
+With `--sweep`, the perplexities of a sweep's runs are listed with those of PyTorch's int4,
+llama.cpp's types, with and without an importance matrix of the calibration text, and, with
+`--gptq`, of a checkout of IST-DASLab/gptq, all on the same windows; two pictures are drawn beside
+`--out`. Times are those of the same shape with random weights.
 """
 
 import argparse
