@@ -115,7 +115,7 @@ def test_other_dtypes_are_unpacked_by_torch():
 def test_the_host_waits_for_nothing_between_the_programs(second, coded, monkeypatch):
     """A CUDA graph would not record it. Programs themselves cannot wait, and are not run here."""
     launched = []
-    for name in ("product_program", "unpack_program"):
+    for name in ("one_token_program", "some_tokens_program", "unpack_program"):
         program = defaultdict(lambda name=name: lambda *_, **__: launched.append(name))
         monkeypatch.setattr(triton_bitmask, name, program)
     monkeypatch.setattr(bitmask_dispatch, "triton_missing", lambda device: None)
@@ -129,4 +129,4 @@ def test_the_host_waits_for_nothing_between_the_programs(second, coded, monkeypa
             launches.clear()
             (multiply_coded if coded else multiply)(x, *operands, bias)
             assert not launches["syncs"] + launches["uploads"]
-    assert launched == ["product_program", "product_program", "unpack_program"]
+    assert launched == ["one_token_program", "some_tokens_program", "unpack_program"]
