@@ -80,13 +80,10 @@ def _check_dtypes(x: Tensor, floating: Tensor) -> None:
         )
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether Triton multiplies bitmasks of a dtype on a device, without unpacking them."""
-    return dtype in (torch.bfloat16, torch.float16) and triton_missing(device) is None
-
-
 def _by_triton(x: Tensor) -> bool:
     """Return whether Triton multiplies these tokens: there are some, at addresses of 32 bits."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or triton_missing(x.device) is not None:
+        return False
     # No program is launched for no tokens. Only x is bounded: the unpacked weight is addressed with
     # 64 bits.
-    return 0 < x.numel() < LARGEST and has_kernels(x.device, x.dtype)
+    return 0 < x.numel() < LARGEST

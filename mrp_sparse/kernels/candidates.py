@@ -201,7 +201,7 @@ KERNELS: dict[str, Kernel] = {
         (
             *(
                 {"rows": rows, "groups": groups}
-                for rows, groups in ((8, 128), (16, 128), (4, 128), (4, 256), (2, 512), (1, 1024))
+                for rows, groups in ((4, 256), (2, 512), (1, 1024), (8, 128), (16, 128), (4, 128))
             ),
             *({"rows": rows, "groups": 128, "unroll": 4} for rows in (8, 4, 2)),
         ),

@@ -45,9 +45,9 @@ class Sizes(NamedTuple):
     tokens: int = 1
 
 
-ONE_TOKEN = Sizes(rows=4, parts=4, warps=4, unroll=4)
-SOME_TOKENS = Sizes(rows=16, parts=8, warps=4, tokens=16)
-MORE_TOKENS = Sizes(rows=16, parts=8, warps=8, tokens=64)
+ONE_TOKEN = Sizes(rows=4, parts=8, warps=4, unroll=2)
+SOME_TOKENS = Sizes(rows=16, parts=8, warps=8, tokens=16)
+MORE_TOKENS = Sizes(rows=16, parts=4, warps=4, tokens=64)
 UNPACK = Sizes(rows=4, parts=4, warps=4, unroll=4)
 
 
