@@ -1,4 +1,4 @@
-"""`python -m export.generate DIR --prompt TEXT` streams a model's text, and reports its speed.
+"""Stream the text that a model writes after a prompt, and report its speed.
 
 On a CPU, a decoding step is compiled ahead of time, once for each shape and format, which takes
 minutes, and cached for later starts. At the first start Python takes the steps of the text, and the

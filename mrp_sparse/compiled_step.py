@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,9 @@ def _compile(step: Step, file: Path) -> None:
             exported = torch.export.export(step, inputs, strict=False)
     finally:
         step.give_back()
-    with tempfile.TemporaryDirectory(dir=file.parent) as directory:
+    with tempfile.TemporaryDirectory(dir=file.parent) as directory, warnings.catch_warnings():
+        # The compiler of torch 2.13 copies objects of a class that torch itself deprecates.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
         package = str(Path(directory) / "step.pt2")
         torch._inductor.aoti_compile_and_package(
             exported, package_path=package, inductor_configs=dict(_OPTIONS)

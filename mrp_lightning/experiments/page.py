@@ -470,8 +470,8 @@ def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
         )
     if run.config.get("target") != "dense" and not run.config.get("tuning"):
         yield _NextStep(
-            "Where it lost too much: aim at the dense model's outputs and tune each block. It "
-            "takes several times as long, and calibration text like yours matters the more.",
+            "If it lost too much, aim at the dense model's outputs and tune each block. It takes "
+            "several times as long, and fits the calibration text closely: give text like yours.",
             "mrp-lightning prune MODEL --recipe best …",
         )
     if not any(copy.exported for other in model.groups for copy in other.runs):

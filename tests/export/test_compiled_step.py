@@ -58,6 +58,7 @@ def _cache(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.usefixtures("_cache")
 def test_compiled_steps_give_the_logits_of_the_model(place, monkeypatch):
     """The second model, of other places, compiles nothing; a second text does not see the first."""
