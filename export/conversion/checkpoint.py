@@ -137,8 +137,8 @@ class Checkpoint:
         several tensors are those of the model.
 
         Raises:
-            FormatError: The files hold tensors that the model has no place for, or more precise
-                ones from which it computes parameters.
+            FormatError: The files hold tensors that no parameter of the model takes, or tensors of
+                a wider dtype from which it computes parameters.
         """
         # The model's own state comes first: parameters that no single tensor of the files gives
         # stay as loading computed them, and all others are replaced by the file's values, which

@@ -68,7 +68,7 @@ class Fields:
 
     @property
     def known(self) -> frozenset[str]:
-        """All fields that this family knows."""
+        """The names of all fields of a configuration that this family knows."""
         own = self.stored | self.fixed.keys() | self.judged.keys() | self.warned.keys()
         return SIZES | WITHOUT_EFFECT | _OF_ALL.keys() | self.implied | own
 

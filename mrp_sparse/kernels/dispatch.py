@@ -123,7 +123,7 @@ class KernelTimes:
 
     @classmethod
     def load(cls, path: Path) -> "KernelTimes":
-        """Read what `save` wrote.
+        """Read the times that `save` wrote.
 
         Raises:
             FormatError: The file has no such content, or is of another version.
