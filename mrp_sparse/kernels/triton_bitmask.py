@@ -346,17 +346,17 @@ def product(
     if sizes is None:
         sizes = ONE_TOKEN if tokens == 1 else SOME_TOKENS if tokens <= 16 else MORE_TOKENS
     y = _result(tokens, rows, x)
-    before = (x.contiguous().view(torch.int16), *_operands(values, bits, scales, offsets))
-    after = (_readable(bias), y)
+    operands = (x.contiguous().view(torch.int16), *_operands(values, bits, scales, offsets))
+    outputs = (_readable(bias), y)
     options = _options(x.dtype, columns, scales, sizes) | {"BIAS": bias is not None}
     row_programs = triton.cdiv(rows, sizes.rows)
     with _on(x):
         if sizes.tokens == 1:
-            one_token_program[(row_programs,)](*before, *after, rows, values.numel(), **options)
+            one_token_program[(row_programs,)](*operands, *outputs, rows, values.numel(), **options)
         else:
             grid = (row_programs, triton.cdiv(tokens, sizes.tokens))
             some_tokens_program[grid](
-                *before, *after, tokens, rows, values.numel(), TOKENS=sizes.tokens, **options
+                *operands, *outputs, tokens, rows, values.numel(), TOKENS=sizes.tokens, **options
             )
     return y.to(x.dtype)
 
