@@ -101,8 +101,8 @@ sanitize: .venv/installed
 		tests/export/rows_sanitized.cpp -o build/rows_sanitized
 	build/rows_sanitized $(SECONDS)
 
-# Power cuts, failing disks, kills and damaged files; hours. PART="power disk" names parts of it.
-reliability: .venv/installed
+# Power cuts, failing disks, kills, also of servers, and damaged files; hours. PART="power disk" names parts of it.
+reliability: .venv/installed .venv-vllm/installed
 	$(BIN)/python lab/reliability.py --out lab/results/reliability.md $(if $(PART),--part $(PART))
 
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.

@@ -6,6 +6,7 @@
   to the disk is lost, wholly or by chance, and the same command is given again;
 * disk: ENOSPC or EIO at a write, fsync, rename, … of a command;
 * kill: SIGKILL at random moments, and of one of two processes that work together;
+* serve: SIGKILL of vLLM's server, or of its engine, while it loads a packed model;
 * fuzz: damaged files in each reader, guided by coverage (atheris), and packed rows with damaged
   bytes in the compiled kernels, under the address and undefined sanitizers.
 
@@ -30,7 +31,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trouble import disk, kills, power, runs
+from served import embedded, export, removed
+from trouble import disk, kills, power, runs, servers
 from trouble.runs import Command
 
 from mrp_ground.environment import machine
@@ -45,17 +47,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     option = parser.add_argument
     option("--out", type=Path, help="the file of the tables (default: standard output)")
-    parts = {"power": power_cuts, "disk": failing_disks, "kill": random_kills, "fuzz": fuzzing}
+    parts = {"power": power_cuts, "disk": failing_disks, "kill": random_kills}
+    parts |= {"serve": killed_servers, "fuzz": fuzzing}
     option("--part", nargs="+", choices=list(parts), default=list(parts))
     option("--commands", nargs="+", help="those whose power is cut, or calls fail (default: all)")
     option("--cuts", type=int, default=200, help="power cuts of each command")
     option("--failures", type=int, default=100_000, help="the most failing calls of each command")
     option("--kills", type=int, default=100, help="kills in all")
     option("--ddp", type=int, default=8, help="those of them with two processes")
+    option("--servers", type=int, default=10, help="servers that are killed while they load")
+    option("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python", help="their interpreter")
     option("--readers", nargs="+", help="those that are fuzzed (default: all, and the kernels)")
     option("--fuzz-seconds", type=int, default=300, help="seconds for each reader and the kernels")
     option("--seed", type=int, default=0)
     options = parser.parse_args()
+    if "serve" in options.part and not options.vllm.exists():
+        parser.error(f"--vllm: there is no {options.vllm}. `make vllm` makes it; --part leaves it.")
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     runs.import_all()
@@ -125,6 +132,22 @@ def random_kills(
         faults += [f"{done.name}: {fault}" for fault in done.faults]
         rows.append((done.name, done.resumed, done.through, len(done.faults)))
         yield "Kills", columns, rows, faults
+
+
+def killed_servers(
+    options: argparse.Namespace, inputs: Path, _: dict[str, Command]
+) -> Iterator[Rows]:
+    """Kill servers of the embedded model without half of its weights."""
+    columns = ("killed process", "kills, then the same tokens", "faults")
+    model = export(embedded(inputs / "half", removed), inputs / "half-bitmask", "bitmask")
+    kinds: dict[str, servers.KilledServers] = {}
+    chance = random.Random(options.seed)
+    for done in servers.kill_servers(options.vllm, model, inputs, options.servers, chance):
+        print(f"  {done}", file=sys.stderr, flush=True)
+        kinds[done.name] = done
+        rows = [(kind.name, kind.right, len(kind.faults)) for kind in kinds.values()]
+        faults = [f"{kind.name}: {fault}" for kind in kinds.values() for fault in kind.faults]
+        yield "Killed servers", columns, rows, faults
 
 
 def fuzzing(

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,9 +93,9 @@ class Server:
                 time.sleep(0.1)
         return False
 
-    def tokens(self) -> str:
-        """Return a greedy continuation."""
-        body = {"prompt": _PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    def complete(self, prompt: str | Sequence[int]) -> str:
+        """Return the greedy continuation of a text or of tokens by 16 tokens, as text."""
+        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
             json.dumps(body).encode(),
@@ -104,24 +104,26 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as response:
             return str(json.load(response)["choices"][0]["text"])
 
-    def stop(self) -> None:
-        """Ask the server to stop, as Ctrl-C does, and wait for it."""
+    def stop(self) -> int:
+        """Ask the server to stop, as Ctrl-C does; return its exit status."""
         self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(60)
-        finally:
-            still_alive(self.process)
+        still_alive(self.process)  # kills it if it does not
+        return self.process.wait()
+
+    def engines(self) -> list[int]:
+        """Return the processes that load the model; none at first."""
+        return [number for number in processes_of(self.process.pid) if _is_engine(number)]
 
     def kill(self, *, engine: bool) -> int:
         """Kill the server, or its engine if that runs; return how many processes lived on."""
-        others = [number for number in processes_of(self.process.pid) if _is_engine(number)]
-        os.kill(others[0] if engine and others else self.process.pid, signal.SIGKILL)
+        engines = self.engines() if engine else []
+        os.kill(engines[0] if engines else self.process.pid, signal.SIGKILL)
         return still_alive(self.process)
 
 
 def _is_engine(number: int) -> bool:
     try:
-        return "EngineCore" in Path(f"/proc/{number}/comm").read_text()
+        return Path(f"/proc/{number}/comm").read_text().startswith("VLLM::Engine")
     except OSError:  # it has ended
         return False
 
@@ -134,13 +136,13 @@ def kill_servers(
     Yields:
         The kills so far, after each of them.
     """
-    before = _state(model)
+    before = state(model)
     begin = time.monotonic()
     first = Server(python, model, room)
     if not first.wait_until_up(UP):
         first.kill(engine=False)
         raise SystemExit(f"FAILED: no server in {UP:.0f} s: {first.log.read_text()[-2000:]}")
-    whole, expected = time.monotonic() - begin, first.tokens()
+    whole, expected = time.monotonic() - begin, first.complete(_PROMPT)
     first.stop()
     by_engine = {name: KilledServers(name) for name in ("server", "engine")}
     for index in range(number):
@@ -151,7 +153,7 @@ def kill_servers(
         when = f"after {seconds:.1f} of {whole:.1f} s"
         if alive := server.kill(engine=engine):
             kills.faults.append(f"{when} {alive} processes lived on")
-        after = _state(model)
+        after = state(model)
         if changed := sorted(str(p) for p in after if after[p] != before.get(p)):
             kills.faults.append(f"{when} left behind or changed: {', '.join(changed)}")
         again = Server(python, model, room)
@@ -159,7 +161,7 @@ def kill_servers(
             kills.faults.append(f"{when} the next server was not up in {UP:.0f} s")
             again.kill(engine=False)
         else:
-            if (tokens := again.tokens()) == expected:
+            if (tokens := again.complete(_PROMPT)) == expected:
                 kills.right += 1
             else:
                 kills.faults.append(f"{when} other tokens: {tokens!r}")
@@ -167,7 +169,7 @@ def kill_servers(
         yield kills
 
 
-def _state(model: Path) -> dict[Path, str]:
+def state(model: Path) -> dict[Path, str]:
     """Return the files that a server must not change, with checksums, and those in memory."""
     files = [path for path in [*model.rglob("*"), *_KERNELS.iterdir()] if path.is_file()]
     state = {path: checksum(path) for path in files}

@@ -1,17 +1,14 @@
 """vLLM in processes of its own: experts, tensor parallelism, and the server."""
 
-import json
 import signal
 import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from served import (
-    WINDOW,
     embedded,
     engine,
     four_bits,
@@ -22,6 +19,7 @@ from served import (
     scores_elsewhere,
     text,
 )
+from trouble import servers
 
 pytest.importorskip("vllm", reason="needs vLLM: `make vllm`")
 
@@ -50,56 +48,35 @@ def test_two_workers_share_the_packed_tensors(form, half, root, packed, monkeypa
     assert shared.perplexity == pytest.approx(whole.perplexity, rel=2e-3)
 
 
-@pytest.fixture
-def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def test_a_server_that_is_killed_while_it_loads_leaves_nothing(half, packed, tmp_path):
+    model = packed(half, "bitmask")
+    before = servers.state(model)
+    server = servers.Server(Path(sys.executable), model, tmp_path)
+    try:
+        while not server.engines():
+            assert server.process.poll() is None, server.log.read_text()[-2000:]
+            time.sleep(0.1)
+    finally:
+        alive = server.kill(engine=False)
+    assert alive == 0
+    assert servers.state(model) == before
 
 
-def complete(port, prompt):
-    """Let the server continue a prompt, and return the tokens' text."""
-    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)["choices"][0]["text"]
-
-
-def wait_until_up(port, server):
-    for _ in range(240):
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(1)
-    pytest.fail("the server is not up after four minutes")
-
-
-def test_the_server_answers_two_requests_at_once_and_stops(half, packed, port, tmp_path):
+def test_the_server_answers_two_requests_at_once_and_stops(half, packed, tmp_path):
     from transformers import AutoTokenizer
 
     directory = packed(half, "bitmask")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += ["--model", str(directory), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--max-model-len", str(WINDOW), "--max-num-seqs", "4", "--dtype", "bfloat16"]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+    server = servers.Server(Path(sys.executable), directory, tmp_path)
     try:
-        wait_until_up(port, server)
+        assert server.wait_until_up(240), "the server is not up after four minutes"
         prompts = [text()[0][:16], text()[1][:16]]
         with ThreadPoolExecutor() as pool:
-            answers = list(pool.map(lambda prompt: complete(port, prompt), prompts))
+            answers = list(pool.map(server.complete, prompts))
     finally:
-        server.send_signal(signal.SIGINT)
-        status = server.wait(60)
-    assert status in (0, 130, -signal.SIGINT), (tmp_path / "log").read_text()[-2000:]
+        status = server.stop()
+    assert status in (0, 130, -signal.SIGINT), server.log.read_text()[-2000:]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     (greedy, _) = [scores(engine(directory), [prompt, prompt]).greedy for prompt in prompts]
     assert answers[0] == tokenizer.decode(greedy)
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
+        assert probe.connect_ex(("127.0.0.1", server.port)) != 0
