@@ -44,15 +44,11 @@ def killed_commands(inputs: Path, recorded: dict[str, Command]) -> list[Command]
         "own text": {"text": "own"},
         "allocation": {"sparsity": "0.5", "allocation": "output"},
         "balance and head grid": {"grid": "q4_0", "balance": "true", "head_grid": "q8_0"},
-        "allocation, balance, grid": {
-            **{"sparsity": "0.5", "allocation": "output"},
-            **{"grid": "q4_0", "balance": "true"},
-        },
     }
     prunings = [
         Command(name, predict(inputs, **settings), root, "out") for name, settings in ways.items()
     ]
-    others = ("export", "gguf", "sweep")
+    others = ("allocation, balance, grid", "export", "gguf", "sweep")
     return prunings + [recorded[name] for name in others]
 
 

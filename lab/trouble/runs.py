@@ -274,10 +274,13 @@ def commands(inputs: Path) -> dict[str, Command]:
     earlier = inputs / "earlier"
     _make(Command("", ["gguf", str(older / "out"), "--out", written[-1]], root, ""), earlier)
     again = "--overwrite"
+    surveyed = {"sparsity": "0.5", "allocation": "output", "grid": "q4_0", "balance": "true"}
     sweep = ["sweep", "--config", str(inputs / "sweep.yaml")]
     listed = [
         Command("first save", predict(inputs), root, "out"),
         Command("overwrite", predict(inputs, overwrite="true"), root, "out", older),
+        # Its journal also holds the survey of the dense model, and the grid of each block.
+        Command("allocation, balance, grid", predict(inputs, **surveyed), root, "out"),
         Command("export", exported, root, "out"),
         Command("export --overwrite", [*exported, again], root, "out", older),
         Command("gguf", written, root, "out.gguf"),

@@ -136,7 +136,7 @@ def kill_servers(
     Yields:
         The kills so far, after each of them.
     """
-    before = state(model)
+    before = state(model) | _shared()
     begin = time.monotonic()
     first = Server(python, model, room)
     if not first.wait_until_up(UP):
@@ -153,7 +153,7 @@ def kill_servers(
         when = f"after {seconds:.1f} of {whole:.1f} s"
         if alive := server.kill(engine=engine):
             kills.faults.append(f"{when} {alive} processes lived on")
-        after = state(model)
+        after = state(model) | _shared()
         if changed := sorted(str(p) for p in after if after[p] != before.get(p)):
             kills.faults.append(f"{when} left behind or changed: {', '.join(changed)}")
         again = Server(python, model, room)
@@ -170,8 +170,12 @@ def kill_servers(
 
 
 def state(model: Path) -> dict[Path, str]:
-    """Return the files that a server must not change, with checksums, and those in memory."""
+    """Return the checksums of the files that a server must not change, and unfinished builds."""
     files = [path for path in [*model.rglob("*"), *_KERNELS.iterdir()] if path.is_file()]
-    state = {path: checksum(path) for path in files}
-    unfinished = [*_KERNELS.glob(".building-*"), *_SHARED.iterdir()]
-    return state | dict.fromkeys(unfinished, "")
+    unfinished = dict.fromkeys(_KERNELS.glob(".building-*"), "")
+    return {path: checksum(path) for path in files} | unfinished
+
+
+def _shared() -> dict[Path, str]:
+    """Return the blocks of shared memory on this machine, also those of others."""
+    return dict.fromkeys(_SHARED.iterdir(), "")
