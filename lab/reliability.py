@@ -137,17 +137,23 @@ def random_kills(
 def killed_servers(
     options: argparse.Namespace, inputs: Path, _: dict[str, Command]
 ) -> Iterator[Rows]:
-    """Kill servers of the embedded model without half of its weights."""
-    columns = ("killed process", "kills, then the same tokens", "faults")
-    model = export(embedded(inputs / "half", removed), inputs / "half-bitmask", "bitmask")
+    """Kill servers of the embedded model without half of its weights, packed and dense."""
+    dense = embedded(inputs / "half", removed)
+    packed = export(dense, inputs / "half-bitmask", "bitmask")
+    columns = ("killed", "then the same tokens", "processes that lived on")
+    columns += ("MiB left in shared memory", "faults")
     kinds: dict[str, servers.KilledServers] = {}
     chance = random.Random(options.seed)
-    for done in servers.kill_servers(options.vllm, model, inputs, options.servers, chance):
-        print(f"  {done}", file=sys.stderr, flush=True)
-        kinds[done.name] = done
-        rows = [(kind.name, kind.right, len(kind.faults)) for kind in kinds.values()]
-        faults = [f"{kind.name}: {fault}" for kind in kinds.values() for fault in kind.faults]
-        yield "Killed servers", columns, rows, faults
+    for model, number in ((packed, options.servers), (dense, 2)):
+        for done in servers.kill_servers(options.vllm, model, inputs, number, chance):
+            print(f"  {done}", file=sys.stderr, flush=True)
+            kinds[done.name] = done
+            rows = [
+                (kind.name, kind.right, kind.orphans, kind.shared >> 20, len(kind.faults))
+                for kind in kinds.values()
+            ]
+            faults = [f"{kind.name}: {fault}" for kind in kinds.values() for fault in kind.faults]
+            yield "Killed servers", columns, rows, faults
 
 
 def fuzzing(

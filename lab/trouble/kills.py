@@ -152,9 +152,9 @@ def _kill_one(process: subprocess.Popen[bytes], seconds: float, *, second: bool)
     return False
 
 
-def still_alive(process: subprocess.Popen[bytes]) -> int:
+def still_alive(process: subprocess.Popen[bytes], seconds: float = _TOGETHER) -> int:
     """Wait for all processes of a session to end; kill and count those that do not."""
-    limit = time.monotonic() + _TOGETHER
+    limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         process.poll()
         if not processes_of(process.pid):
