@@ -1,7 +1,8 @@
 """Servers that are killed while they load: their files stay whole, and the next one is right.
 
-vLLM does not end its engine where the server alone dies, nor frees its shared memory where all die
-at once. So both are counted, for a packed model and for the dense one, and end with the trial.
+vLLM does not end its engine where the server alone dies (vllm-project/vllm#55510), nor frees its
+shared memory where all die at once. So both are counted, for a packed model and for the dense one,
+and removed.
 """
 
 import json
