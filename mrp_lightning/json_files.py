@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, TypeVar
 
+# At the start of a run, not at its end, when the report is read: an installation without pydantic
+# must not fail after hours of work.
+from pydantic import TypeAdapter, ValidationError
+
 from mrp_ground.errors import FormatError
 from mrp_ground.json_files import check_version as check_version
 from mrp_ground.json_files import read_json as read_json
@@ -52,8 +56,6 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     Raises:
         FormatError: Values are missing or have other types. The message lists all of them.
     """
-    from pydantic import TypeAdapter, ValidationError  # slow to import, and only needed here
-
     step = remedy[0].upper() + remedy[1:]
     refused = f"{source} is not as mrp-lightning writes it. {step}."
     try:

@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -62,15 +63,26 @@ class Parser(ArgumentParser):
 
     @contextmanager
     def options_in_messages(self) -> Iterator[None]:
-        """Name this parser's options in the errors and the log of this context.
+        """Name this parser's options in the errors, warnings and log records of this context.
 
-        The package names arguments as Python and YAML have them. Records are changed where they are
-        shown, by a handler, so that other handlers get them as they are.
+        The package names arguments as Python and YAML have them. Records and warnings are changed
+        where they are shown, so that a caller's own handlers get them as they are.
         """
         handler = logging.StreamHandler()
-        handler.setFormatter(_OptionsFormatter(self))
+        handler.setFormatter(_OptionsFormatter(self, logging.Formatter()))
         log = logging.getLogger("mrp_lightning")
         log.addHandler(handler)
+        # Messages of progress go through Lightning's logger, whose handler is there already.
+        lightnings = logging.getLogger("lightning.pytorch")
+        others = [(each, each.formatter) for each in lightnings.handlers]
+        for other, formatter in others:
+            other.setFormatter(_OptionsFormatter(self, formatter or logging.Formatter()))
+        show = warnings.showwarning
+
+        def show_with_options(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            show(self.in_options(str(message)), *args, **kwargs)
+
+        warnings.showwarning = show_with_options
         try:
             yield
         except Exception as error:
@@ -82,6 +94,9 @@ class Parser(ArgumentParser):
                 error.args = (self.in_options(error.args[0]),)
             raise
         finally:
+            warnings.showwarning = show
+            for other, formatter in others:
+                other.setFormatter(formatter)
             log.removeHandler(handler)
 
     def in_options(self, message: str) -> str:
@@ -127,15 +142,15 @@ class Parser(ArgumentParser):
 
 
 class _OptionsFormatter(logging.Formatter):
-    """Formats records with the options of a parser in place of arguments."""
+    """Formats records as another formatter, with a parser's options in place of arguments."""
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: Parser, formatter: logging.Formatter) -> None:
         super().__init__()
-        self._parser = parser
+        self._parser, self._formatter = parser, formatter
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the message alone, as Python does where no handler is set up."""
-        return self._parser.in_options(super().format(record))
+        """Format a record."""
+        return self._parser.in_options(self._formatter.format(record))
 
 
 def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:

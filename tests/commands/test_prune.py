@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
@@ -25,6 +27,7 @@ from mrp_lightning import CausalLM, TextDataModule
 from mrp_lightning.commands.comparison import _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _next_steps, _parser, _settings
+from mrp_lightning.environment import progress_log
 from mrp_lightning.loop import pruned_module
 from mrp_lightning.pruning.settings import Settings
 
@@ -246,6 +249,20 @@ def test_the_log_names_options_where_the_command_shows_it(capsys, caplog):
         logging.getLogger("mrp_lightning.text").warning("Give `train_files: %s`.", "a.txt")
     assert capsys.readouterr().err == "Give `--text a.txt`.\n"
     assert caplog.messages == ["Give `train_files: a.txt`."]  # as Python has it
+
+
+def test_progress_and_warnings_name_options_too(capsys, monkeypatch):
+    handler, shown = logging.StreamHandler(sys.stderr), []
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [handler])
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+    with _parser().options_in_messages():
+        progress_log.warning("Give more windows (`num_samples`).")
+        rank_zero_warn("Give more text, or `num_samples: 8`.")
+    progress_log.warning("`num_samples` as Python has it.")
+    assert shown == ["Give more text, or `--num-samples 8`."]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("(`--num-samples`).")
+    assert second.startswith("`num_samples`")
 
 
 def test_what_a_pattern_does_not_divide_is_told_by_the_options(tiny_llama, text, capsys):

@@ -84,11 +84,11 @@ def test_what_is_nested_too_deeply_is_refused():
         as_dataclass(Drawing, nested, "a.json", "draw it again")
 
 
-def test_nothing_of_it_is_loaded_before_a_file_is_read():
-    code = "import sys, mrp_lightning.records.report; print('pydantic' in sys.modules)"
+def test_a_missing_package_ends_a_pruning_before_it_starts():
+    code = "import sys; sys.modules['pydantic'] = None; import mrp_lightning.pruning.sequential"
     root = Path(__file__).parents[2]
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
-    assert shown.stdout.strip() == "False", shown.stderr
+    assert "pydantic" in shown.stderr.splitlines()[-1]
 
 
 def test_json_has_no_numbers_that_json_lacks():
