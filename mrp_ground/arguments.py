@@ -14,6 +14,9 @@ from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_typ
 
 from mrp_ground.errors import OptionError
 
+GROUP_SIZE = 64
+"""Default of `group_size`, the number of columns that share a scale; here, as it needs no torch."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 _Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
 _RULES: dict[Any, _Rule] = {

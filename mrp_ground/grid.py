@@ -14,10 +14,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from mrp_ground.arguments import GROUP_SIZE as GROUP_SIZE
 from mrp_ground.errors import FormatError, OptionError
-
-GROUP_SIZE = 64
-"""Default number of columns that share a scale."""
 
 _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
 """Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.pruning.settings import BlockTuning
+    from mrp_lightning.pruning.arguments import BlockTuning
     from mrp_lightning.records.block_result import BlockResult
     from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
     from mrp_lightning.solver.columns import ColumnSolution, prune_columns
@@ -71,7 +71,7 @@ silence_torchao()
 _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
     "BlockResult": "mrp_lightning.records.block_result",
-    "BlockTuning": "mrp_lightning.pruning.settings",
+    "BlockTuning": "mrp_lightning.pruning.arguments",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",
     "HessianAccumulator": "mrp_lightning.solver.hessian",

@@ -34,6 +34,8 @@ def explain(message: str, options: Mapping[str, Any], arguments: Sequence[Argume
         arguments: All arguments of the command line and its files.
     """
     named = {word.strip(".-") for word in re.findall(r"[\w.-]+", message)}
+    of_groups = re.findall(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+    named |= {f"{group}.{option}" for group, option in of_groups}
     # 1. A mistake that the types prove, if the message names its option: it has a line and a
     #    nearest name.
     # 2. A misspelt name of a required option, which the message reports as missing.
@@ -42,7 +44,7 @@ def explain(message: str, options: Mapping[str, Any], arguments: Sequence[Argume
     for argument, name, problem in _mistakes(options, arguments):
         if name in named or any(word.startswith(f"{name}.") for word in named):
             return f"{argument.origin}{problem}"
-    text = " ".join(message.split())
+    text = _without_jargon(" ".join(message.split()))
     text = text if len(text) < 300 else message  # for a union, the reasons fill several lines
     missing = named - {argument.leaf for argument in arguments}
     for argument in arguments:
@@ -54,6 +56,19 @@ def explain(message: str, options: Mapping[str, Any], arguments: Sequence[Argume
     about = [a for a in arguments if a.path in named or {*a.path.rsplit(".", 1)} <= named]
     about = [argument for argument in about if argument.value in message] or about
     return f"{about[-1].origin if about else ''}{text}"
+
+
+def _without_jargon(message: str) -> str:
+    """Return jsonargparse's message in the words of a YAML file."""
+    message = re.sub(r"Problem with given class_path '[\w.]+': ", "", message)
+    message = re.sub(r'Parser key "([\w.]+)"', r"`\1`", message)
+    message = re.sub("Expected a <class '(list|dict|str|int|float|bool)'>", _expected, message)
+    return re.sub("Expected a dot import path string: ", "expected a mapping. Got value: ", message)
+
+
+def _expected(kind: re.Match[str]) -> str:
+    names = {"list": "a list", "dict": "a mapping", "str": "text", "bool": "true or false"}
+    return f"expected {names.get(kind[1], 'a number')}"
 
 
 def unknown_key(options: Iterable[str], arguments: Sequence[Argument]) -> str | None:
@@ -79,7 +94,9 @@ def _mistakes(
         # its own.
         owner = next((key for key in reversed(above) if key in classes), None)
         taker = path.removesuffix(".class_path")
-        takes_object = f"{taker}.help" in options and "text" not in _words(options.get(taker))
+        kind = options.get(taker)
+        takes_object = f"{taker}.help" in options and get_origin(kind) is not dict
+        takes_object = takes_object and "text" not in _words(kind)
         if taker != path or (argument.value and takes_object):
             classes[taker], reason, known = _class(argument.value)
             if classes[taker] is None:
@@ -159,7 +176,8 @@ def _words(kind: Any) -> Iterator[str]:
     elif inspect.isclass(kind):
         yield _WORDS.get(kind) or f"a {kind.__name__} with its arguments"
     else:
-        yield "a list" if inspect.isclass(get_origin(kind)) else ""
+        collection = "a mapping" if get_origin(kind) is dict else "a list"
+        yield collection if inspect.isclass(get_origin(kind)) else ""
 
 
 def _class(path: str) -> tuple[Any, str, list[str]]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from mrp_lightning.cli.command import add_model_options, make_parser, number_from
 from mrp_lightning.errors import OptionError
-from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.solver.patterns import SemiStructured, make_pattern
+from mrp_lightning.pruning.arguments import PruningArguments
 
 if TYPE_CHECKING:
     from mrp_lightning.commands.comparison import Conversion
+    from mrp_lightning.pruning.settings import Settings
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
@@ -38,7 +38,7 @@ _OF_TEXT = (
     *("train_files", "num_samples", "sequence_length", "batch_size", "seed", "text_column"),
     "tokenizer",
 )
-_SETTINGS = [field.name for field in fields(Settings) if field.init]
+_SETTINGS = [field.name for field in fields(PruningArguments)]
 
 _SPELLINGS = {
     "resume: false": "--restart",
@@ -99,7 +99,7 @@ def main(args: list[str]) -> None:
     console.print(problem or steps, soft_wrap=True)
 
 
-def _settings(options: Namespace) -> Settings:
+def _settings(options: Namespace) -> "Settings":
     """Return the settings for the options, checked before anything is loaded."""
     if options.method is not None and options.recipe is not None:
         raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
@@ -118,6 +118,10 @@ def _settings(options: Namespace) -> Settings:
     arguments = {**_RECIPES[options.recipe or default], **chosen}
     if {"pattern", "sparsity"} <= chosen.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
+    # Imported late, since help and the mistakes above need not wait for torch.
+    from mrp_lightning.pruning.settings import Settings
+    from mrp_lightning.solver.patterns import SemiStructured, make_pattern
+
     if "pattern" in chosen and "block_size" not in chosen:
         pattern = make_pattern(None, options.pattern)
         # A block that ends within a group would choose the mask of half a group. The default
@@ -156,7 +160,7 @@ def _from_standard_input(files: Sequence[str] | None) -> Iterator[list[str] | No
         yield [str(file) if name == "-" else name for name in files]
 
 
-def _default_out(options: Namespace, settings: Settings) -> Path:
+def _default_out(options: Namespace, settings: "Settings") -> Path:
     """Return a directory in the working directory such as `opt-125m-2of4`."""
     name = Path(options.model).expanduser().resolve().name.removesuffix(".gguf")
     amount = options.pattern or (f"{100 * options.sparsity:g}" if options.sparsity else None)
@@ -216,24 +220,24 @@ _HELP = {
 
 
 def _first_sentences() -> dict[str, str]:
-    """Return the first sentence on each of the `Settings`, with its default if it is a value."""
+    """Return the first sentence on each of the arguments, with its default if it is a value."""
     from docstring_parser import parse_from_object  # reads and parses source files
 
     sentences = {}
     # Base classes come first, so that a derived class's sentence on an argument replaces an earlier
     # one.
-    for kind in reversed(Settings.__mro__[:-1]):
+    for kind in reversed(PruningArguments.__mro__[:-1]):
         for parameter in parse_from_object(kind).params:
             text = " ".join((parameter.description or "").split()).partition(". ")[0].rstrip(".")
-            default = getattr(Settings, parameter.arg_name, None)
+            default = getattr(PruningArguments, parameter.arg_name, None)
             shown = "" if default is None or isinstance(default, bool) else f" (default: {default})"
             sentences[parameter.arg_name] = f"{text}{shown}".replace("%", "%%")
     return sentences
 
 
 def _add_settings(parser: Any, *, with_help: bool) -> None:
-    """Add an option without default for each of the `Settings`."""
-    hints, texts = get_type_hints(Settings), _first_sentences() if with_help else {}
+    """Add an option without default for each of the `PruningArguments`."""
+    hints, texts = get_type_hints(PruningArguments), _first_sentences() if with_help else {}
     texts |= _HELP
     shown = parser.add_argument_group("what is done, as `Settings` documents it")
     for name in sorted(_SETTINGS, key=lambda name: name not in _HELP):

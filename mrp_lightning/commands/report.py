@@ -8,12 +8,14 @@ from typing import Any
 
 from mrp_lightning.cli.command import make_parser
 from mrp_lightning.environment import extra
-from mrp_lightning.experiments.runs import common_parent, find_runs
 
 
 def main(args: Sequence[str]) -> None:
     """Write the page, and print its path."""
     options = _parser().parse_args(args)
+    # Imported late, since help and mistakes need not wait for torch.
+    from mrp_lightning.experiments.runs import common_parent, find_runs
+
     runs = find_runs(*options.run_dir)
     root = common_parent(options.run_dir)
     directory = runs[0].directory if runs[0].unfinished else root

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.environment import extra, progress_log, why_no_hub
-from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.errors import DataError, MissingFileError, OptionError
 from mrp_lightning.records.evaluation import Scores
 from mrp_lightning.upstream.other_names import hub_away
 
@@ -64,7 +64,7 @@ def load_tasks(
 
     Raises:
         DependencyError: lm-eval is not installed.
-        FileNotFoundError: `include_path` is no directory.
+        MissingFileError: `include_path` is no directory.
         OptionError: There are no tasks of these names; the nearest names are listed.
         DataError: Data sets cannot be read; the message lists all of them.
     """
@@ -80,8 +80,9 @@ def load_tasks(
         nearest = {name: difflib.get_close_matches(name, manager.all_tasks) for name in unknown}
         listed = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
         raise OptionError(
-            f"`--tasks`: lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; "
-            "a directory with tasks of your own is given as `--include-path`."
+            f"lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; a directory "
+            "with tasks of your own is given as `include_path`.",
+            "tasks",
         )
     # One by one, so that all tasks whose data are missing are reported at once.
     loaded: list[Any] = []
@@ -106,10 +107,11 @@ def load_tasks(
         loaded += [group] if group is not None else content["tasks"].values()
     if missing:
         raise DataError(
-            f"`--tasks`: the data of these tasks cannot be read: {'; '.join(missing)}. "
+            f"the data of these tasks cannot be read: {'; '.join(missing)}. "
             "`datasets.load_dataset` downloads them, on a machine with a network, into "
             "~/.cache/huggingface (`HF_HOME`), which can be copied here; or describe local files "
-            "of the same schema as YAML tasks and name their directory with `--include-path`."
+            "of the same schema as YAML tasks and name their directory with `include_path`.",
+            "tasks",
         )
     return Tasks(manager, loaded, tuple(tasks))
 
@@ -231,7 +233,7 @@ def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> 
         return TaskManager()
     path = Path(include_path).expanduser()
     if not path.is_dir():
-        raise FileNotFoundError(f"`--include-path`: there is no directory {include_path}.")
+        raise MissingFileError(f"there is no directory {include_path}.", "include_path")
     user_tasks = TaskManager(include_path=path, include_defaults=False)
     return (
         user_tasks if set(names) <= set(user_tasks.all_subtasks) else TaskManager(include_path=path)

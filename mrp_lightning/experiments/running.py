@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import ArgumentError as ParsingError
+from jsonargparse import Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
@@ -22,7 +23,7 @@ from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.environment import quiet_lightning
-from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.errors import ArgumentError, FormatError, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import scores_of
@@ -94,7 +95,7 @@ class RunConfiguration(PruningCLI):
         exits, parser.exit_on_error = parser.exit_on_error, False
         try:
             config = _nested(parser, parser.parse_object(without_keys))
-        except ArgumentError:
+        except ParsingError:
             return {}  # an option has no default
         finally:
             parser.exit_on_error = exits
@@ -132,7 +133,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     incomplete = [trial for trial, run in finished.items() if _lacks(run, sweep.zeroshot)]
     tasks = None
     if sweep.zeroshot and (waiting or incomplete):
-        tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
+        tasks = _tasks(sweep)
         incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
         _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
     # One trial for each model and varied option: trials that differ otherwise read the same files.
@@ -220,6 +221,16 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
     return f"{trial.directory}: {', '.join(scores)}"
 
 
+def _tasks(sweep: Sweep) -> Tasks:
+    """Load the tasks of a sweep, whose key for them is `zeroshot`."""
+    try:
+        return load_tasks(sweep.zeroshot, include_path=sweep.include_path)
+    except ArgumentError as error:
+        if error.argument == "tasks":
+            error.argument = "zeroshot"
+        raise
+
+
 def _evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
     """Evaluate the model of a finished run on tasks, and add the scores to its evaluation.
 
@@ -259,17 +270,30 @@ def _lacks(run: RunDirectory, tasks: Sequence[str]) -> bool:
 
 
 def _check_pruning(sweep: Sweep) -> None:
-    """Raise an `OptionError` if nothing prunes, or a recipe or an option of `vary` is wrong."""
+    """Raise an `OptionError` if nothing prunes, or a recipe, an option or a value is wrong."""
     for model in dict.fromkeys(trial.model for trial in sweep.selected if trial.method):
         config = RunConfiguration(sweep.base, sweep.models[model].options).config
-        if not config.trainer.callbacks:
+        callbacks = config.trainer.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        # The configuration holds paths of classes: a callback that prunes has these arguments.
+        prune = [{"sparsity", "pattern"} <= {*one.get("init_args", {}).keys()} for one in callbacks]
+        if not any(prune):
             raise OptionError(
                 "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
                 "`- class_path: callbacks.MRPCallback`."
             )
+        if not prune[-1] or sum(prune) > 1:
+            names = ", ".join(one.class_path for one in callbacks)
+            raise OptionError(
+                "`base`: the last of `trainer.callbacks`, and no other, prunes with the settings "
+                f"of `runs`. There are {names}."
+            )
     _check_varied_options(sweep)
-    recipes = {(t.recipe, t.setting): t for t in sweep.selected if t.recipe}
-    for trial in recipes.values():
+    # Other trials have only arguments that `Sweep` checks by itself.
+    arguments_of = {
+        (t.recipe, t.setting, t.changed): t for t in sweep.selected if t.recipe or t.changed
+    }
+    for trial in arguments_of.values():
         callback = configure(trial, sweep).config.trainer.callbacks[-1].as_dict()
         arguments = callback["init_args"]
         if isinstance(arguments.get("tuning"), dict):  # as the command line parses it

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jsonargparse.typing import Path_fr
@@ -19,7 +19,7 @@ from mrp_lightning.experiments.trials import (
     parse_setting,
     sees_inputs,
 )
-from mrp_lightning.solver.recipe import parse_method
+from mrp_lightning.solver.arguments import method_parts
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,9 @@ class Sweep:
                 "`models` is empty; expected at least one, such as `models: {tiny: {options: "
                 "{model.model: PATH}}}`."
             )
-        for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
-            for setting, names in runs.items():
-                for name in names:
-                    # All settings are parsed now: a wrong one would otherwise end the sweep after
-                    # hours of other runs.
-                    parse_setting(setting, self._method_of(name))
+        if problems := list(self._model_problems()):
+            raise OptionError("\n".join(problems))
+        self._check_runs()
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         if not any(trial.method for trial in self.trials):
@@ -171,6 +168,28 @@ class Sweep:
             for setting in {"sparsity", "pattern"} & recipe.keys():
                 yield f"{key} has `{setting}`, and `runs` gives the settings. Leave it out."
 
+    def _model_problems(self) -> Iterator[str]:
+        for name, model in self.models.items():
+            # A name is a part of paths below `out`: an absolute one, or `..`, would lead elsewhere.
+            path = PurePosixPath(name if isinstance(name, str) and name.isprintable() else "")
+            if not path.parts or path.is_absolute() or ".." in path.parts:
+                yield (
+                    f"`models`: {name!r} is no name of a directory in `out`. Expected text such as "
+                    "`opt-125m`, in quotes if it is a number."
+                )
+            if not model.block_sizes:
+                yield f"`models.{name}.block_sizes` is empty; expected at least one, such as [128]."
+
+    def _check_runs(self) -> None:
+        """Parse all settings: a wrong one would otherwise end the sweep after other runs' hours."""
+        runs = [model.runs or {} for model in self.models.values()]
+        for setting, names in [pair for each in [self.runs, *runs] for pair in each.items()]:
+            for name in names:
+                parse_setting(setting, self._method_of(name))
+        for trial in self.trials:
+            if trial.method is not None:
+                parse_setting(trial.setting, trial.method, trial.block_size)
+
     def _method_of(self, name: str) -> str:
         """Return the method of a recipe, or the method of this name."""
         if name in self.recipes:
@@ -206,7 +225,7 @@ class Sweep:
 
 def _is_method(name: str) -> bool:
     try:
-        parse_method(name)
+        method_parts(name)
     except MethodError:
         return False
     return True

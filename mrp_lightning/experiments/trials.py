@@ -6,17 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.json_files import as_dataclass
-from mrp_lightning.solver.compensations import (
-    ColumnSweep,
-    ExactCompensation,
-    NoCompensation,
-    SweptCompensation,
-)
-from mrp_lightning.solver.recipe import MASKS, NAMED, Recipe, parse_method
+from mrp_lightning.solver.arguments import COMPENSATION_NAMES, MASK_NAMES, NAMED, method_parts
+
+if TYPE_CHECKING:
+    from mrp_lightning.solver.recipe import Recipe
 
 _SETTING = re.compile(
     r"((?P<percent>\d+(\.\d+)?)%|(?P<pattern>[^+]*:[^+]*))?((^|(?<=.)\+)(?P<bits>\d+)bit)?"
@@ -33,10 +30,14 @@ METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
 
 _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
 _CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # of several names the first
-_COMPENSATIONS = [each.name for each in (NoCompensation, ColumnSweep, ExactCompensation)]
-_PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in _COMPENSATIONS]
-# Last, so that the colours of the others are those of older pictures.
-_PAIRS += [f"{mask}+{SweptCompensation.name}" for mask in MASKS]
+# A newer compensation comes last, so that the colours of the others are those of older pictures.
+_NEWER = COMPENSATION_NAMES.index("SM")
+_PAIRS = [
+    f"{mask}+{compensation}"
+    for compensations in (COMPENSATION_NAMES[:_NEWER], COMPENSATION_NAMES[_NEWER:])
+    for mask in MASK_NAMES
+    for compensation in compensations
+]
 _ORDER = list(dict.fromkeys((*METHODS, "JM", *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
 
 
@@ -46,8 +47,7 @@ def canonical_method(name: str) -> str:
     Raises:
         MethodError: There is no such method.
     """
-    method = parse_method(name)
-    pair = f"{method.mask.name}+{method.compensation.name}"
+    pair = "+".join(method_parts(name))
     return _CANONICAL.get(pair, pair)
 
 
@@ -208,20 +208,31 @@ class Trial:
         """Return the trial that the arguments in a report describe, of a model without a name."""
         keys = ("sparsity", "pattern", "bits", "head_grid")
         arguments: dict[str, Any] = {key: config.get(key) for key in keys}
-        setting = Recipe.of(method="magnitude", **arguments).amount or HEAD_ALONE
+        setting = _recipe(method="magnitude", **arguments).amount or HEAD_ALONE
         return cls("", setting, str(config.get("method")), config.get("block_size"))
 
 
-def parse_setting(setting: str, method: str) -> Recipe:
-    """Return the recipe of `50%`, `2:4`, `2:4+4bit` or `4bit` with a method.
+def parse_setting(setting: str, method: str, block_size: int | None = None) -> "Recipe":
+    """Return the recipe of `50%`, `2:4`, `2:4+4bit` or `4bit` with a method and a block size.
 
     Raises:
         OptionError: The setting is none of these, such as the number that YAML reads in an unquoted
             2:4, or its bits are out of range.
-        PatternError: Its numbers are out of range.
+        PatternError: Its numbers are out of range, or the block size splits groups of a pattern.
         MethodError: The method does not exist, or not with the setting.
     """
-    return Recipe.of(method=method, block_size=None, **_arguments(setting))
+    arguments = _arguments(setting)
+    try:
+        return _recipe(method=method, block_size=block_size, **arguments)
+    except ArgumentError as error:
+        raise type(error)(f"`runs` has {method!r} at {setting!r}, but {error}") from error
+
+
+def _recipe(**arguments: Any) -> "Recipe":
+    """Parse the arguments of a layer; imported late, since help need not wait for torch."""
+    from mrp_lightning.solver.recipe import Recipe
+
+    return Recipe.of(**arguments)
 
 
 def _arguments(setting: str) -> dict[str, Any]:
@@ -243,6 +254,8 @@ def _arguments(setting: str) -> dict[str, Any]:
 
 def has_blocks(method: str) -> bool:
     """Return whether a method chooses weights block by block."""
+    from mrp_lightning.solver.recipe import parse_method  # late, as in `_recipe`
+
     return parse_method(method).mask.by_block
 
 

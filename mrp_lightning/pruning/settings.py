@@ -1,16 +1,17 @@
-"""The settings of a pruning: its arguments, each with its type, default and text, and checks."""
+"""The settings of a pruning: its arguments, checked and parsed."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from mrp_ground.arguments import checked, is_count, is_number
+from mrp_ground.arguments import checked, is_number
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
 from mrp_lightning.narrowing.structure import STRUCTURES
+from mrp_lightning.pruning.arguments import BlockTuning as BlockTuning
+from mrp_lightning.pruning.arguments import PruningArguments
 from mrp_lightning.solver.columns import check_column_method
 from mrp_lightning.solver.patterns import Dense, SemiStructured
-from mrp_lightning.solver.recipe import LayerSettings, Recipe
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
 
 _ALLOCATIONS = ("uniform", "output")
@@ -31,57 +32,9 @@ _OF_BLOCKS = (
 """Settings without a meaning where the output head alone is quantised."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockTuning:
-    """The tuning of each block's kept weights after the block is pruned.
-
-    Adam, with a learning rate that falls linearly to zero, minimises ‖y − y_d‖² over the
-    calibration data, where y is the output of the block in the pruned model, and y_d its output in
-    the dense model.
-    Only the kept weights of pruned layers change; removed weights stay zero. Where weights are put
-    on a grid and none are removed, only the scales change, by ten times the learning rate relative
-    to their size, and the error of each token is relative to its own ‖y_d‖²; the codes stay. Some
-    windows are held out: the epoch with the lowest error on them is chosen, or the untuned block if
-    no epoch is better. Tuning costs about 3·epochs forwards of the calibration data, and memory for
-    five copies of one block's weights in float32.
-
-    Args:
-        epochs: The number of passes over the calibration windows, ≥ 1.
-        learning_rate: The learning rate of the first step, > 0.
-        batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
-            calibration data, and at least one of each process.
-        held_out: The fraction of the windows, in (0, 1), that is held out: the last windows, at
-            least one.
-
-    Raises:
-        OptionError: Values are out of range; all are listed.
-    """
-
-    epochs: int = 5
-    learning_rate: float = 5e-4
-    batch_size: int = 8
-    held_out: float = 0.1
-
-    def __post_init__(self) -> None:
-        counts = {"epochs": self.epochs, "batch_size": self.batch_size}
-        mistakes = [
-            f"`tuning.{name}` must be a whole number ≥ 1; got {value!r}"
-            for name, value in counts.items()
-            if not is_count(value)
-        ]
-        limits = {"learning_rate": (self.learning_rate, math.inf), "held_out": (self.held_out, 1)}
-        mistakes += [
-            f"`tuning.{name}` must be a number above 0 and below {limit:g}; got {value!r}"
-            for name, (value, limit) in limits.items()
-            if not is_number(value) or not 0 < value < limit
-        ]
-        if mistakes:
-            raise OptionError(". ".join(mistakes) + ".")
-
-
 @checked(errors=ERROR_OF_ARGUMENT)
 @dataclass(frozen=True, kw_only=True)
-class Settings(LayerSettings):
+class Settings(PruningArguments):
     """The arguments of a pruning, which are also keyword arguments of the callbacks.
 
     Give exactly one of `sparsity` and `pattern`, or, for quantisation alone, neither but `bits`,
@@ -94,66 +47,6 @@ class Settings(LayerSettings):
         OptionError: Another argument is out of range, or contradicts the others; or `targets` is
             empty.
     """
-
-    balance: bool = False
-    """Whether columns are scaled before they are put on a grid, by factors that cancel in the norm
-    or the linear layer before them, so that the dense model's outputs stay. Each group of the grid
-    then shares out its rounding errors with the least loss. It takes a pass over the calibration
-    data, and changes weights of norms in the checkpoint. For `bits` and `grid` only."""
-
-    target: str = "own"
-    """With "own", a layer's target is the output of its dense weight on its inputs in the pruned
-    model. With "dense", it is the layer's output in the dense model, which compensates for losses
-    of earlier blocks, but runs each block twice as often; it needs a method with compensation.
-    docs/methods.md describes this argument and the next three."""
-
-    target_weight: float | None = None
-    """The weight α of the dense target, in (0, 1]. `None` means ½, chosen by measurement; with
-    `target` "own" it must be `None`."""
-
-    allocation: str = "uniform"
-    """With "uniform", all blocks get the same sparsity. With "output", blocks whose pruning changes
-    the model's output more get a lower sparsity, at the same total; this takes a dry run of the
-    pruning. For `sparsity` only."""
-
-    tuning: bool | BlockTuning = False
-    """Whether the kept weights of each pruned block are tuned towards its outputs in the dense
-    model, and with which options. The report has the layers' losses before tuning."""
-
-    targets: Sequence[str] | str | None = None
-    """The names of the linear layers to prune; by default all layers in the blocks except routers.
-    A name is one or more whole parts of a layer's name, such as `q_proj`, `mlp` or `layers.3`, with
-    shell wildcards. After `re:` it is a regular expression that matches names of layers from their
-    start, such as `re:.*q_proj$`. A layer outside the blocks, such as `lm_head`, is calibrated
-    after the blocks."""
-
-    ignore: Sequence[str] | str | None = None
-    """The names of layers to leave dense, in the form of `targets`."""
-
-    blocks: Sequence[str] | str | None = None
-    """The names of the lists of blocks (`model.layers`), or of single blocks, if the outermost
-    `ModuleList`s are not the right ones."""
-
-    true_sequential: bool = False
-    """Whether the layers of a block are pruned in stages (q, k, v; then o; …), each on the outputs
-    of the stages before it. Each stage takes one pass over the data."""
-
-    offload: bool = False
-    """Whether blocks and stored activations stay in CPU memory, with one block at a time on the
-    accelerator."""
-
-    skip_indivisible: bool = False
-    """Whether layers whose number of input features is no multiple of M stay dense; otherwise they
-    are an error."""
-
-    structure: str | None = None
-    """"neurons", "heads" or "experts": remove a fraction `sparsity` of each block's MLP neurons, of
-    its key-value groups with their query heads, or of its experts with their rows of the router.
-    The result is a narrower dense model, described by an ordinary configuration. The number of
-    remaining neurons is a multiple of 32; of experts, at least as many remain as each token uses.
-    With `bits` or `grid`, all layers of the narrower model are put on the grid (not with experts).
-    For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the
-    first three); see docs/narrower.md."""
 
     recipe: Recipe = field(init=False, repr=False, compare=False)
     """The parsed recipe of each layer, from the arguments that concern a single layer."""

@@ -170,6 +170,10 @@ def test_options_are_not_abbreviated(options, meant, arguments, capsys):
         ),
         (["models: {tiny: {optons: {}}}"], "line 1: .*required: options.*`options` by `optons`"),
         (["modls: {tiny: {options: {}}}"], "line 1: .*required: models.*`models` by `modls`"),
+        (["models: {tiny: DIR}"], "`models`: expected a mapping. .* `models: {opt: {options: {mo"),
+        (["models: [DIR]"], "line 1: `models`: expected a mapping.*`models: {opt: {options: {mo"),
+        (["models: {tiny: {options: DIR}}"], "`models`: `options`: expected a mapping"),
+        (["models: {tiny: {options: {}}}", "vary: 3"], "line 2: `vary`: expected a mapping"),
     ],
 )
 def test_a_mistake_in_a_sweep_is_a_line(lines, message, tmp_path, capsys):

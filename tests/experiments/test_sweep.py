@@ -80,6 +80,13 @@ def test_tables_of_others_are_refused_before_any_run(here, capsys):
         ("--out=/proc/self/fdinfo", "`out`: /proc/"),
         ('--vary={"data.eval_files": [["gone.txt"]]}', "`eval_files`: no such file: gone.txt"),
         ("--config=typo.yaml", "typo.yaml, line 1: there is no option `modles`. Did you mean `mod"),
+        (
+            '--models={"a": {"options": {"model.modl": "x"}}}',
+            "`model.modl`. Did you mean `mod",
+        ),
+        ('--vary={"trainer.callbacks.init_args.damping": [-1]}', "`damping` must be a finite num"),
+        ('--vary={"data.num_samples": ["many"]}', "many"),
+        ("--zeroshot=[lambda_openai]", "`zeroshot`: lm-eval has no task lambda_openai (nearest: "),
     ],
 )
 def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys):
@@ -338,18 +345,25 @@ def test_a_base_that_does_not_prune_is_refused(here, capsys):
     with pytest.raises(SystemExit):
         sweep()
     assert "callbacks.MRPCallback" in capsys.readouterr().err
+    for other in ("callbacks.KeepSparsity", "callbacks.MRPCallback"):
+        callbacks = [{"class_path": name} for name in ("callbacks.MRPCallback", other)]
+        base["trainer"]["callbacks"] = callbacks
+        Path("base.yaml").write_text(yaml.safe_dump(base))
+        with pytest.raises(SystemExit):
+            sweep()
+        assert "`base`: the last of `trainer.callbacks`, and no other" in capsys.readouterr().err
     assert not Path("out").exists()
 
 
 def test_a_run_that_fails_costs_no_other(here, capsys):
-    options = '{"trainer.callbacks.init_args.damping": [-1, 0.01]}'
+    options = '{"trainer.callbacks.init_args.targets": [absent, q_proj]}'
     with pytest.raises(SystemExit) as stop:
         sweep("--only=tiny/2of4-SM-*-seed0", f"--vary={options}")
     assert stop.value.code == 1
-    assert "damping=-1" in capsys.readouterr().err
-    assert Path("out/tiny/2of4-SM-s128-damping=0.01-seed0/run.json").exists()
-    assert not Path("out/tiny/2of4-SM-s128-damping=-1-seed0/run.json").exists()
-    assert "0.01" in Path("out/results.md").read_text()
+    assert "targets=absent" in capsys.readouterr().err
+    assert Path("out/tiny/2of4-SM-s128-targets=q_proj-seed0/run.json").exists()
+    assert not Path("out/tiny/2of4-SM-s128-targets=absent-seed0/run.json").exists()
+    assert "q_proj" in Path("out/results.md").read_text()
 
 
 def test_a_model_that_cannot_be_had_is_said_once(here, capsys, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
-from mrp_lightning.errors import MethodError, OptionError
+from mrp_lightning.errors import MethodError, OptionError, PatternError
 from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.experiments.trials import ChangedOption, Trial
 
@@ -192,11 +192,22 @@ def test_every_mistake_in_recipes_is_listed():
         ({"runs": {"50%": ["MM"]}}, MethodError, "N:M"),
         ({"seeds": []}, OptionError, "seeds"),
         ({"only": ["c/*"]}, OptionError, "b/dense|a/dense"),
+        ({"runs": {"2:4": ["SGPT"]}}, MethodError, "`runs` has 'SGPT' at '2:4', but `method`"),
+        ({"models": {"a": ModelTrials({}, [0])}}, OptionError, "at '2:4', but `block_size` must"),
+        ({"models": {"a": ModelTrials({}, [30])}}, PatternError, "multiple of 4 .* Use .* 128"),
+        ({"models": {"a": ModelTrials({}, [])}}, OptionError, "`models.a.block_sizes` is empty"),
     ],
 )
 def test_mistakes(changes, error, message):
     with pytest.raises(error, match=message):
         sweep(**changes)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/../../b", "/etc", ".", 7, "a\x1b[31m"])
+def test_a_model_has_no_directory_outside_of_the_sweeps(name):
+    with pytest.raises(OptionError, match="`models`: .* is no name of a directory in `out`"):
+        sweep(models={name: ModelTrials({})})
+    assert sweep(models={"org/opt-125m": ModelTrials({})}).directory(Trial("org/opt-125m"))
 
 
 def test_one_method_is_one_trial_under_all_of_its_names():

@@ -5,11 +5,12 @@ import torch
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import MethodError
+from mrp_lightning.solver.arguments import MASK_NAMES
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Mask
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.solver.pruning import prune
-from mrp_lightning.solver.recipe import NAMED, Method, Recipe, parse_method
+from mrp_lightning.solver.recipe import MASKS, NAMED, Method, Recipe, parse_method
 
 COMPENSATIONS = ("none", "S", "M", "SM")
 PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in COMPENSATIONS]
@@ -22,6 +23,7 @@ def test_names_are_pairs():
     assert parse_method("wanda+M").compensation.name == "M"
     assert parse_method("magnitude").compensation.name == "none"
     assert str(parse_method("sparsegpt")) == "sparsegpt"
+    assert tuple(MASKS) == MASK_NAMES
 
 
 @pytest.mark.parametrize("name", ["sm", "SparseGPT", "S+", "S+M+M", "none+M", "", "+", "obc", None])
