@@ -36,8 +36,10 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.outputs import require_writable
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, record
+from mrp_lightning.records.report import NAME as REPORT
 from mrp_lightning.terminal import Console
 
 _BAR = "trainer.enable_progress_bar"
@@ -121,10 +123,11 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     Raises:
         OptionError: A finished run is of another configuration, or cannot be evaluated any more.
         FileNotFoundError: A text that a run would read is not there.
+        FileExistsError: A file is in the way of the directory of a run.
     """
     # 1. The configuration of the sweep itself, without reading a run.
     # 2. Finished runs, which must be of this configuration, or their scores are not comparable.
-    # 3. Tasks and texts, which the runs to be made would read.
+    # 3. Tasks and texts, which the runs to be made would read, and their directories.
     # 4. Only then work begins: the checks cost seconds, and a run may take hours.
     _check_pruning(sweep)
     finished = _finished_runs(sweep, sweep.selected)
@@ -136,6 +139,8 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         tasks = _tasks(sweep)
         incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
         _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
+    for trial in waiting:  # a file in the way of a directory would be met after the run
+        require_writable(sweep.directory(trial), "out")
     # One trial for each model and varied option: trials that differ otherwise read the same files.
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
         TextDataModule(**configure(trial, sweep).config.data.as_dict())  # refuses missing files
@@ -254,8 +259,21 @@ def _zeroshot(cli: RunConfiguration, tasks: Tasks) -> Mapping[str, Scores]:
 
 
 def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDirectory]:
-    """Return the finished runs, in the order of their trials."""
+    """Return the finished runs, in the order of their trials.
+
+    Raises:
+        FormatError: A finished run lacks its report or evaluation, without which its row in a table
+            would be empty, or that of a dense model.
+    """
     finished = [trial for trial in trials if (sweep.directory(trial) / TRIAL).exists()]
+    for trial in finished:
+        directory = sweep.directory(trial)
+        names = [NAME] if trial.method is None else [REPORT, NAME]
+        if missing := [name for name in names if not (directory / name).exists()]:
+            raise FormatError(
+                f"{directory} is a finished run without {' and '.join(missing)}. Delete {TRIAL} "
+                "there to make the run again."
+            )
     return {trial: read_run(sweep.directory(trial), str(trial.directory)) for trial in finished}
 
 

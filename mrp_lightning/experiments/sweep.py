@@ -94,6 +94,8 @@ class Sweep:
                 "`models` is empty; expected at least one, such as `models: {tiny: {options: "
                 "{model.model: PATH}}}`."
             )
+        if not self.out:
+            raise OptionError("`out` is empty; expected a directory, such as `out: runs`.")
         if problems := list(self._model_problems()):
             raise OptionError("\n".join(problems))
         self._check_runs()

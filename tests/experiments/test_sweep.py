@@ -355,6 +355,17 @@ def test_a_base_that_does_not_prune_is_refused(here, capsys):
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("file", ["out/tiny", "out/tiny/50-SM-s128-seed1"])
+def test_a_file_in_the_way_of_a_run_is_named_before_any(here, capsys, monkeypatch, file):
+    monkeypatch.setattr(running, "execute", lambda *_, **__: pytest.fail("a run was made"))
+    Path(file).parent.mkdir(parents=True)
+    Path(file).write_text("of a user")
+    with pytest.raises(SystemExit) as stop:
+        sweep()
+    assert stop.value.code == 2
+    assert f"{file} is a file. Name another directory, or move it away" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_costs_no_other(here, capsys):
     options = '{"trainer.callbacks.init_args.targets": [absent, q_proj]}'
     with pytest.raises(SystemExit) as stop:
@@ -501,3 +512,17 @@ def test_a_damaged_run_is_named(here, capsys):
         with pytest.raises(SystemExit):
             sweep("--only=tiny/dense")
         assert str(path) in capsys.readouterr().err
+
+
+def test_a_finished_run_without_its_results_is_named(here, capsys):
+    for trial, name in (("50-SM-s128-seed0", "pruning_report.json"), ("dense", "evaluation.json")):
+        directory = Path("out/tiny", trial)
+        directory.mkdir(parents=True)
+        (directory / "run.json").touch()
+        (directory / "evaluation.json").touch()
+        (directory / name).unlink(missing_ok=True)
+        with pytest.raises(SystemExit):
+            sweep(f"--only=tiny/{trial}")
+        message = f"{directory} is a finished run without {name}. Delete run.json there"
+        assert message in capsys.readouterr().err
+        shutil.rmtree(directory)

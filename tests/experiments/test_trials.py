@@ -191,6 +191,7 @@ def test_every_mistake_in_recipes_is_listed():
         ({"runs": {"2:4": ["sm"]}}, MethodError, "sparsegpt"),
         ({"runs": {"50%": ["MM"]}}, MethodError, "N:M"),
         ({"seeds": []}, OptionError, "seeds"),
+        ({"out": ""}, OptionError, "`out` is empty"),
         ({"only": ["c/*"]}, OptionError, "b/dense|a/dense"),
         ({"runs": {"2:4": ["SGPT"]}}, MethodError, "`runs` has 'SGPT' at '2:4', but `method`"),
         ({"models": {"a": ModelTrials({}, [0])}}, OptionError, "at '2:4', but `block_size` must"),
