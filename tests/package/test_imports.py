@@ -203,7 +203,7 @@ def test_the_runtime_needs_neither_the_others_nor_their_packages():
 @pytest.mark.parametrize(
     ("purpose", "start", "most"),
     [
-        ("prune_weight", "mrp_lightning.solver.pruning", 4500),
+        ("prune_weight", "mrp_lightning.solver.pruning", 4600),
         ("from_pretrained of a packed model", "mrp_sparse.huggingface", 4200),
     ],
 )
