@@ -352,7 +352,7 @@ def test_a_short_text_is_used_and_said_to_be_short(tiny_llama, text, capsys):
     with pytest.warns(UserWarning, match="windows of") as warned:
         main(["prune", str(tiny_llama), "--pattern=2:4", f"--text={text}", "--method=magnitude"])
     messages = " ".join(str(warning.message) for warning in warned)
-    assert re.search(r"128 windows of \d+ tokens .* `num_samples: \d+`", messages)
+    assert re.search(r"128 windows of \d+ tokens .* `--num-samples \d+`", messages)
     assert "The held-out text has only" in messages
     (scores,) = json.loads(Path("tiny-llama-2of4/evaluation.json").read_text())["dense"].values()
     held_out = TextDataModule([text], hold_out=True).documents("test")[0]

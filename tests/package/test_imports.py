@@ -204,7 +204,7 @@ def test_the_runtime_needs_neither_the_others_nor_their_packages():
     ("purpose", "start", "most"),
     [
         ("prune_weight", "mrp_lightning.solver.pruning", 4600),
-        ("from_pretrained of a packed model", "mrp_sparse.huggingface", 4200),
+        ("from_pretrained of a packed model", "mrp_sparse.huggingface", 4350),
     ],
 )
 def test_what_a_purpose_needs_can_be_read_in_an_afternoon(purpose, start, most):
