@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from mrp_lightning.cli.arguments_given import Argument, arguments_given
 from mrp_lightning.cli.mistakes import explain, nearest, unknown_key
 from mrp_lightning.errors import ArgumentError, OptionError
-from mrp_lightning.upstream.other_names import option_named, options_of
+from mrp_lightning.upstream.other_names import option_named, options_of, take_strings
 
 # Reading attribute docstrings, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
@@ -41,6 +41,12 @@ class Parser(ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self._arguments: Sequence[Argument] = ()
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Add the arguments of a class; the name of a model's file stays a name."""
+        added: list[str] = super().add_class_arguments(*args, **kwargs)
+        take_strings(self)
+        return added
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Parse a command line, and keep its arguments for messages.

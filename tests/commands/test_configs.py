@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from callbacks import MRPCallback, SaveModel
-from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.cli.lightning_cli import PruningCLI, _LightningParser
+from mrp_lightning.loop.causal_lm import CausalLM
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -112,3 +113,12 @@ def test_fine_tuning_keeps_the_zeros(tiny_llama, tmp_path):
     after = load_file(tuned / "model.safetensors")
     assert all(torch.equal(after[name] == 0, kept) for name, kept in zeros.items())
     assert not any(torch.equal(after[name], tensors[name].bfloat16()) for name in zeros)
+
+
+def test_the_file_of_a_model_is_named_and_not_read_as_yaml(tmp_path):
+    """jsonargparse would read a checkpoint of 1 GB as text, at every parse."""
+    file = tmp_path / "model.gguf"
+    file.write_text("{vocab_size: 7}")
+    parser = _LightningParser()
+    parser.add_lightning_class_args(CausalLM, "model")
+    assert parser.parse_args([f"--model.model={file}"]).model.model == str(file)
