@@ -5,9 +5,10 @@
     python lab/benchmarks/gpu.py solver --limit 1200 --sparsegpt DIR
 
 A part takes at most `--limit` seconds. Options that are unknown here go to the commands of the one
-part that is named. The parts need torch, transformers and lightning (the tests pytest, too),
-install nothing and need no network. The output of each is written into FILE.md of `runs/gpu` as it
-comes. Nothing is kept from one part to the next, so that each may run on a machine of its own.
+part that is named. The parts need torch, transformers, lightning and pydantic (the tests pytest,
+too), install nothing and need no network. The output of each is written into FILE.md of `runs/gpu`
+as it comes. Nothing is kept from one part to the next, so that each may run on a machine of its
+own.
 """
 
 import argparse

@@ -159,6 +159,31 @@ def _advanced(position, word, number, CODED: tl.constexpr, WIDE: tl.constexpr): 
 
 
 @triton.jit
+def _walked(  # type: ignore[no-untyped-def]
+    bits_ptr,
+    scales_ptr,
+    row_ptr,
+    room,
+    row,
+    part,
+    number,
+    position,
+    WORDS: tl.constexpr,
+    EACH: tl.constexpr,
+    CODED: tl.constexpr,
+    BF16: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Return the weights of word `number` of each part, its first column, and the next position."""
+    at = part * EACH + number
+    word = _bits(bits_ptr, row, at, at < WORDS, WORDS)
+    if CODED:
+        scales_ptr += row * (WORDS // 2) + tl.minimum(at, WORDS - 1) // 2
+    weight = _decoded(row_ptr, room, word, position, scales_ptr, CODED, BF16, WIDE)
+    return weight, at[:, :, None] * 32, _advanced(position, word, number, CODED, WIDE)
+
+
+@triton.jit
 def _lanes(WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return 0 to 31, which the compiler cannot see: a lane for each column.
 
@@ -195,23 +220,19 @@ def one_token_program(  # type: ignore[no-untyped-def]
     # Rows past the end read the last row again, so that loads need no mask; the store drops them.
     row = tl.minimum(rows, out_features - 1)[:, None]
     part = tl.arange(0, PARTS)[None, :]
-    position = _starts(bits_ptr, row, part, 1, WORDS, EACH, CODED, WIDE)
-    row_ptr, room = _rows(values_ptr, offsets_ptr, row, size, CODED)
+    start = _starts(bits_ptr, row, part, 1, WORDS, EACH, CODED, WIDE)
+    base, room = _rows(values_ptr, offsets_ptr, row, size, CODED)
     partial = tl.zeros([ROWS, PARTS, 32], tl.float32)
-    for number in tl.range(0, EACH, loop_unroll_factor=UNROLL):
-        at = part * EACH + number
-        word = _bits(bits_ptr, row, at, at < WORDS, WORDS)
-        scale_ptr = scales_ptr
-        if CODED:
-            scale_ptr += row * (WORDS // 2) + tl.minimum(at, WORDS - 1) // 2
-        weight = _decoded(row_ptr, room, word, position, scale_ptr, CODED, BF16, WIDE)
+    for step in tl.range(0, EACH, loop_unroll_factor=UNROLL):
+        weight, first, start = _walked(
+            bits_ptr, scales_ptr, base, room, row, part, step, start, WORDS, EACH, CODED, BF16, WIDE
+        )
         if not CODED:
             weight = _widen(weight.to(tl.int32), BF16)
         # An address past the row may hold NaN, and 0 · NaN is NaN.
-        column = at[:, :, None] * 32 + _lanes(WIDE)[None, None, :]
+        column = first + _lanes(WIDE)[None, None, :]
         x = tl.load(x_ptr + column, mask=column < COLUMNS, other=0).to(tl.int32)
         partial += weight * _widen(x, BF16)
-        position = _advanced(position, word, number, CODED, WIDE)
     # Each lane has sums of its own until here: threads exchange data once, not in every step.
     y = tl.sum(tl.sum(partial, 2), 1)
     if BIAS:
@@ -248,25 +269,21 @@ def some_tokens_program(  # type: ignore[no-untyped-def]
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     row = tl.minimum(rows, out_features - 1)[None, :]
     part = tl.arange(0, PARTS)[:, None]
-    position = _starts(bits_ptr, row, part, 0, WORDS, EACH, CODED, WIDE)
-    row_ptr, room = _rows(values_ptr, offsets_ptr, row, size, CODED)
+    start = _starts(bits_ptr, row, part, 0, WORDS, EACH, CODED, WIDE)
+    base, room = _rows(values_ptr, offsets_ptr, row, size, CODED)
     y = tl.zeros([PARTS, ROWS, TOKENS], tl.float32)
-    for number in tl.range(0, EACH, loop_unroll_factor=UNROLL):
-        at = part * EACH + number
-        word = _bits(bits_ptr, row, at, at < WORDS, WORDS)
-        scale_ptr = scales_ptr
-        if CODED:
-            scale_ptr += row * (WORDS // 2) + tl.minimum(at, WORDS - 1) // 2
-        weight = _decoded(row_ptr, room, word, position, scale_ptr, CODED, BF16, WIDE)
+    for step in tl.range(0, EACH, loop_unroll_factor=UNROLL):
+        weight, first, start = _walked(
+            bits_ptr, scales_ptr, base, room, row, part, step, start, WORDS, EACH, CODED, BF16, WIDE
+        )
         if not CODED:
             weight = _operand(weight, BF16, WIDE)
         elif not WIDE:
             weight = weight.to(tl.bfloat16 if BF16 else tl.float16)
-        column = at[:, :, None] * 32 + tl.arange(0, 32)[None, :, None]
+        column = first + tl.arange(0, 32)[None, :, None]
         inside = (token < tokens)[None, None, :] & (column < COLUMNS)
         x = tl.load(x_ptr + token[None, None, :] * COLUMNS + column, mask=inside, other=0)
         y = tl.dot(weight, _operand(x, BF16, WIDE), y)
-        position = _advanced(position, word, number, CODED, WIDE)
     total = tl.sum(y, 0)
     if BIAS:
         total += tl.load(bias_ptr + tl.minimum(rows, out_features - 1)).to(tl.float32)[:, None]
@@ -300,25 +317,21 @@ def unpack_program(  # type: ignore[no-untyped-def]
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     row = tl.minimum(rows, out_features - 1)
     part = tl.arange(0, PARTS)[None, :]
-    position = _starts(bits_ptr, row, part, 1, WORDS, EACH, CODED, WIDE)
-    row_ptr, room = _rows(values_ptr, offsets_ptr, row, size, CODED)
+    start = _starts(bits_ptr, row, part, 1, WORDS, EACH, CODED, WIDE)
+    base, room = _rows(values_ptr, offsets_ptr, row, size, CODED)
     # rows · columns of a large weight passes 2³¹.
     y_row_ptr = y_ptr + row.to(tl.int64) * COLUMNS
-    for number in tl.range(0, EACH, loop_unroll_factor=UNROLL):
-        at = part * EACH + number
-        word = _bits(bits_ptr, row, at, at < WORDS, WORDS)
-        scale_ptr = scales_ptr
-        if CODED:
-            scale_ptr += row * (WORDS // 2) + tl.minimum(at, WORDS - 1) // 2
-        weight = _decoded(row_ptr, room, word, position, scale_ptr, CODED, BF16, WIDE)
-        column = at[:, :, None] * 32 + _lanes(WIDE)[None, None, :]
+    for step in tl.range(0, EACH, loop_unroll_factor=UNROLL):
+        weight, first, start = _walked(
+            bits_ptr, scales_ptr, base, room, row, part, step, start, WORDS, EACH, CODED, BF16, WIDE
+        )
+        column = first + _lanes(WIDE)[None, None, :]
         # Rows past the end write the last row once more: its very values.
         tl.store(
             y_row_ptr[:, :, None] + column,
             weight.to(y_ptr.dtype.element_ty),
             mask=column < COLUMNS,
         )
-        position = _advanced(position, word, number, CODED, WIDE)
 
 
 def product(
