@@ -267,6 +267,16 @@ class TextDataModule(LightningDataModule):
             return [self._text("train")]
         return list(self._evaluated(_SPLITS[stage]).values())
 
+    def local_files(self, stage: str) -> list[Path]:
+        """Return the files on this machine that `predict`, `fit`, `validate` or `test` reads.
+
+        Raises:
+            DataError: No text was given for the stage.
+            FileNotFoundError: Copies of published texts are missing.
+        """
+        sources = [source for source in self._sources(stage) if isinstance(source, TextSource)]
+        return [file for source in sources for file in source.local_files(_SPLITS[stage])]
+
     def _mixture(self) -> Mixture:
         """Return the sources of the calibration windows."""
         if self._shares is None:

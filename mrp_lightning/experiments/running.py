@@ -23,8 +23,9 @@ from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.environment import quiet_lightning
-from mrp_lightning.errors import ArgumentError, FormatError, OptionError
+from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, load_tasks, summarize
+from mrp_lightning.experiments.inputs import changes, digests
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import scores_of
 from mrp_lightning.experiments.sweep import Sweep
@@ -38,7 +39,7 @@ from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.outputs import require_writable
 from mrp_lightning.pruning.settings import BlockTuning
-from mrp_lightning.records.evaluation import NAME, Scores, record
+from mrp_lightning.records.evaluation import NAME, Scores, read, record
 from mrp_lightning.records.report import NAME as REPORT
 from mrp_lightning.terminal import Console
 
@@ -143,7 +144,12 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         require_writable(sweep.directory(trial), "out")
     # One trial for each model and varied option: trials that differ otherwise read the same files.
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
-        TextDataModule(**configure(trial, sweep).config.data.as_dict())  # refuses missing files
+        config = configure(trial, sweep).config
+        _check_batches(config.trainer)
+        data = TextDataModule(**config.data.as_dict())  # refuses missing files
+        data.local_files("test")
+        if trial.method is not None:
+            data.local_files("predict")
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
@@ -170,13 +176,15 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
 
 
 def comparable_runs(sweep: Sweep, console: Console) -> list[RunDirectory]:
-    """Return the finished runs but those that are not selected and have another configuration."""
+    """Return the finished runs of this configuration, and of the files as they are now."""
     runs = _finished_runs(sweep, sweep.trials)
-    unselected = {trial: run for trial, run in runs.items() if trial not in sweep.selected}
-    stale = [trial for trial, run in unselected.items() if _difference(sweep, trial, run)]
+    # The selected ones, too: a text may have been replaced while other runs were made.
+    stale = [trial for trial, run in runs.items() if _difference(sweep, trial, run)]
     if stale:
         names = ", ".join(runs[trial].name for trial in stale)
-        console.print(f"Left out, as made with another configuration: {names}.", soft_wrap=True)
+        console.print(
+            f"Left out, as made with another configuration or other files: {names}.", soft_wrap=True
+        )
     return [run for trial, run in runs.items() if trial not in stale]
 
 
@@ -187,7 +195,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
     next to it until all is written, and resumed. `tasks` are evaluated in addition to perplexity.
     """
     cli, directory = configure(trial, sweep), sweep.directory(trial)
-    config = cli.described()
+    config, inputs = cli.described(), digests(cli.config, prunes=trial.method is not None)
     cli.config[_BAR] = cli.config[_BAR] is not False and sys.stdout.isatty()
     gc.collect()  # a model and its trainer hold each other: the last run's would still be there
     with quiet_lightning():
@@ -207,9 +215,11 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
         device = cli.trainer.strategy.root_device
         zeroshot = _zeroshot(cli, tasks) if tasks else None
     record(directory, zeroshot=zeroshot)
+    if not read(directory).perplexity:
+        raise DataError("`test` gave no perplexity, which each row of the tables has.")
     # A run is finished if this file is there, so it is the last. The journal outlives it for a
     # moment: a run that dies before is resumed, not repeated.
-    FinishedTrial(trial, machine(device), config).save(directory)
+    FinishedTrial(trial, machine(device), config, inputs).save(directory)
     remove_journal(directory)
 
 
@@ -278,8 +288,14 @@ def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDire
 
 
 def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
-    """Describe how the configuration of a run differs from the sweep's; "" if it does not."""
-    return configure(trial, sweep).difference(run.finished.config) if run.finished else ""
+    """Describe how configuration or files of a run differ from the sweep's; "" if they do not."""
+    if run.finished is None:
+        return ""
+    configuration = configure(trial, sweep)
+    # Other options name other files, so that these would be told twice.
+    return configuration.difference(run.finished.config) or changes(
+        run.finished.inputs, digests(configuration.config, prunes=trial.method is not None)
+    )
 
 
 def _lacks(run: RunDirectory, tasks: Sequence[str]) -> bool:
@@ -317,6 +333,19 @@ def _check_pruning(sweep: Sweep) -> None:
         if isinstance(arguments.get("tuning"), dict):  # as the command line parses it
             arguments["tuning"] = BlockTuning(**arguments["tuning"])
         instantiate_class((), callback)
+
+
+def _check_batches(trainer: Namespace) -> None:
+    """Raise an `OptionError` if a run would prune or evaluate nothing, and count as finished."""
+    limits = ("limit_predict_batches", "limit_test_batches")
+    wrong = [f"`trainer.{name}` is 0" for name in limits if trainer.get(name) == 0]
+    if trainer.get("fast_dev_run"):
+        wrong = ["`trainer.fast_dev_run` makes no result"]
+    if wrong:
+        raise OptionError(
+            f"{' and '.join(wrong)}, so that runs would have no figures. Leave it out; for a short "
+            "trial, set `data.num_samples` and `trainer.limit_test_batches` to a few."
+        )
 
 
 def _check_varied_options(sweep: Sweep) -> None:

@@ -42,11 +42,14 @@ class FinishedTrial:
         trial: The trial of the sweep.
         machine: A description of the machine of the run.
         config: The configuration by dotted key, defaults included.
+        inputs: Digests of the files that the run read, by what they are; see `inputs.digests`. None
+            in a file that an earlier version wrote.
     """
 
     trial: Trial
     machine: str
     config: Mapping[str, Any]
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
         """Write `run.json` into a directory."""
@@ -55,6 +58,7 @@ class FinishedTrial:
             "run": self.trial.to_dict(),
             "machine": self.machine,
             "config": self.config,
+            "inputs": self.inputs,
         }
         save_ours(directory / TRIAL, as_json(content))
 
@@ -67,7 +71,7 @@ class FinishedTrial:
         """
         content = read_as(_TrialContent, path, "make the run again", _FORMAT_VERSION)
         trial = Trial.from_dict(content.run, f"`run` of {path}")
-        return cls(trial, content.machine, content.config)
+        return cls(trial, content.machine, content.config, content.inputs)
 
 
 @dataclass(kw_only=True)
@@ -77,6 +81,7 @@ class _TrialContent:
     run: dict[str, Any]
     machine: str
     config: dict[str, Any]
+    inputs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,6 +69,15 @@ class TextSource(ABC):
     def _documents(self, split: Split) -> Sequence[str]:
         """Read the documents of one split."""
 
+    def local_files(self, split: Split) -> Sequence[Path]:  # noqa: ARG002
+        """Return the files on this machine that hold one split; none of a text of the hub.
+
+        Raises:
+            DataError: No files were given for the split.
+            FileNotFoundError: Copies of a published text are missing.
+        """
+        return ()
+
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
         """Draw at most `count` random windows (windows, length), int64, of the split train."""
         documents, label = self.documents("train"), self.label("train")
@@ -90,14 +99,26 @@ class StandardLibrary(TextSource):
     def _documents(self, split: Split) -> Sequence[str]:
         return list(standard_library(split))
 
+    def local_files(self, split: Split) -> Sequence[Path]:
+        """Return the source files of one split, sorted by path."""
+        return list(_library_files(split))
+
 
 def standard_library(split: Split) -> Iterator[str]:
-    """Yield the source files of one split, sorted by path.
+    """Yield the source texts of one split, sorted by path.
 
     The SHA-256 of a file's path in the library decides its split, so that it is the same on every
     machine: 1 in 16 files is for testing, 1 in 16 for validation, the rest for training and
     calibration. Files that are empty or not UTF-8 are left out.
     """
+    for path in _library_files(split):
+        with suppress(UnicodeDecodeError):
+            text = path.read_text(encoding="utf-8")
+            if text.strip():
+                yield text
+
+
+def _library_files(split: Split) -> Iterator[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     paths: list[Path] = []
     for directory, directories, names in os.walk(root):
@@ -108,12 +129,8 @@ def standard_library(split: Split) -> Iterator[str]:
         # `hash` of a string differs from process to process, and the number of a file from version
         # to version. A checksum of the path keeps each file in its split if others come or go.
         bucket = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()[0] % 16
-        if split != {0: "test", 1: "validation"}.get(bucket, "train"):
-            continue
-        with suppress(UnicodeDecodeError):
-            text = path.read_text(encoding="utf-8")
-            if text.strip():
-                yield text
+        if split == {0: "test", 1: "validation"}.get(bucket, "train"):
+            yield path
 
 
 _DOCUMENTS = 20
@@ -206,6 +223,18 @@ class TextFiles(TextSource):
         """Return the files of a split."""
         return self.train if split == "train" or self.hold_out else self.evaluation
 
+    def local_files(self, split: Split) -> Sequence[Path]:
+        """Return the files of a split, of which there is at least one."""
+        if not self.of(split):
+            raise DataError(
+                "this stage reads text, and was given none. Name files.", self._argument(split)
+            )
+        return self.of(split)
+
+    def _argument(self, split: Split) -> str:
+        """Return the argument that names the files of a split."""
+        return "train_files" if split == "train" or self.hold_out else "eval_files"
+
     def label(self, split: Split) -> str:
         """Return the name of a split's text in messages."""
         if not self.hold_out:
@@ -213,13 +242,11 @@ class TextFiles(TextSource):
         return "calibration" if split == "train" else "held-out"
 
     def _documents(self, split: Split) -> Sequence[str]:
-        is_training = split == "train"
-        argument = "train_files" if is_training or self.hold_out else "eval_files"
-        if not self.of(split):
-            raise DataError("this stage reads text, and was given none. Name files.", argument)
-        texts = documents_of_files(self.of(split), self.column, argument, self.conversation)
+        files, argument = self.local_files(split), self._argument(split)
+        texts = documents_of_files(files, self.column, argument, self.conversation)
         if not self.hold_out:
             return texts
+        is_training = split == "train"
         # Whole documents are the better test, since the end of a document depends on its start. A
         # tenth of few documents would be none or one.
         if len(texts) >= _DOCUMENTS:
@@ -259,6 +286,16 @@ class DatasetText(TextSource):
             return str(self.dataset.get("path", "a dataset"))
         return self.dataset if isinstance(self.dataset, str) else "a dataset"
 
+    def local_files(self, split: Split) -> Sequence[Path]:  # noqa: ARG002
+        """Return all files of a dataset on this machine, since its builder decides their splits."""
+        arguments = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
+        if type(arguments) is not dict:
+            return ()
+        names = [arguments.get("path"), *_strings(arguments.get("data_files"))]
+        paths = [Path(name).expanduser() for name in names if isinstance(name, str)]
+        files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+        return sorted(file for file in files if file.is_file())
+
     def _documents(self, split: Split) -> Sequence[str]:
         splits: Any = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
         if type(splits) is dict:  # a DatasetDict is a dict, too
@@ -282,6 +319,15 @@ class DatasetText(TextSource):
                 "text_column",
             )
         return splits[name][self.column]
+
+
+def _strings(values: Any) -> Iterator[str]:
+    """Yield the strings in nested lists and mappings."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, list | tuple | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _strings(value)
 
 
 def _loaded(arguments: dict[str, Any]) -> Any:
@@ -366,6 +412,10 @@ class PublishedText(TextSource):
         text = self.separator.join(self.documents(split))
         limits = [each for each in (self.num_windows, limit) if each is not None]
         return cutter.consecutive(self.name, text, min(limits, default=None))
+
+    def local_files(self, split: Split) -> Sequence[Path]:
+        """Return the local copies in `directory`; those from the hub are of a fixed revision."""
+        return [] if self.directory is None else [self.path_of(file) for file in self.files(split)]
 
     def files(self, split: Split) -> tuple[str, ...]:
         """Return the files of a split, by their paths in the repository."""

@@ -304,12 +304,89 @@ def test_another_configuration_is_not_mixed_in(here, capsys):
     record("out/tiny/dense", zeroshot={"piqa": {"acc": 0.7}})
     sweep("--only=tiny/2of4-magnitude")
     said = capsys.readouterr().out
-    assert "another configuration: tiny/50-SM-s128-seed0, tiny/50-SM-s128-seed1." in said
+    assert "configuration or other files: tiny/50-SM-s128-seed0, tiny/50-SM-s128-seed1." in said
     with Path("out/results.csv").open() as file:
         shown = {(row["setting"], row["measure"]) for row in csv.DictReader(file)}
     assert {setting for setting, _ in shown} == {"dense", "2:4"}
     assert not any(measure.startswith("piqa") for _, measure in shown)
     assert read("out/tiny/dense").zeroshot == {}
+
+
+def rewrite(path: str, *changed: tuple[str, str]) -> None:
+    text = Path(path).read_text()
+    for change in changed:
+        text = text.replace(*change)
+    Path(path).write_text(text)
+
+
+@pytest.mark.parametrize("name", ["the evaluation text", "the calibration text", "the model"])
+def test_runs_from_files_that_changed_since_are_not_mixed_in(here, tiny_llama, capsys, name):
+    shutil.copytree(tiny_llama, "model")
+    shutil.copy("text.txt", "test.txt")
+    rewrite("base.yaml", ("eval_files:\n  - text.txt", "eval_files: [test.txt]"))
+    content = Path("sweep.yaml").read_text().replace(str(tiny_llama), "model")
+    Path("sweep.yaml").write_text(content)
+    sweep("--only=tiny/50-SM-*-seed0")
+    rewrite("text.txt")  # the same content at another time
+    Path("model/README.md").write_text("of no effect")
+    sweep("--only=tiny/50-SM-*-seed0")
+    capsys.readouterr()
+
+    model = {"the model": "config.json", "the evaluation text": "../test.txt"}
+    rewrite(f"model/{model.get(name, '../text.txt')}", ("7", "9"), ('"llama"', ' "llama"'))
+    with pytest.raises(SystemExit) as stop:
+        sweep("--only=tiny/50-SM-*")
+    assert stop.value.code == 2
+    names = "tiny/50-SM-s128-seed0"
+    names = names if name == "the calibration text" else f"tiny/dense, {names}"
+    assert f"with another configuration: other files of {name} ({names})" in capsys.readouterr().err
+    assert len(list(Path("out/tiny").glob("*/run.json"))) == 2
+
+    # A run that an earlier version made has no digests.
+    for path in Path("out/tiny").glob("*/run.json"):
+        recorded = json.loads(path.read_text())
+        assert recorded.pop("inputs")
+        path.write_text(json.dumps(recorded))
+    sweep("--only=tiny/50-SM-*-seed0")
+    assert "of which 0 are to be made" in capsys.readouterr().out
+
+
+def test_a_text_that_is_replaced_meanwhile_leaves_earlier_runs_out(here, monkeypatch, capsys):
+    execute = running.execute
+
+    def execute_and_replace(*args, **options):
+        execute(*args, **options)
+        rewrite("text.txt", ("compute", "measure"))
+
+    monkeypatch.setattr(running, "execute", execute_and_replace)
+    sweep("--only=tiny/2of4-magnitude")
+    assert "configuration or other files: tiny/dense." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("fast_dev_run: true", "`trainer.fast_dev_run` makes no result"),
+        ("limit_test_batches: 0", "`trainer.limit_test_batches` is 0"),
+        ("limit_predict_batches: 0.0", "`trainer.limit_predict_batches` is 0"),
+    ],
+)
+def test_runs_without_figures_are_refused(here, capsys, option, message):
+    rewrite("base.yaml", ("trainer:", f"trainer:\n  {option}"))
+    with pytest.raises(SystemExit) as stop:
+        sweep()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_no_text_to_evaluate_on_is_said_before_any_run(here, capsys):
+    rewrite("base.yaml", ("eval_files:\n  - text.txt", "hold_out: false"))
+    with pytest.raises(SystemExit) as stop:
+        sweep()
+    assert stop.value.code == 2
+    assert "`eval_files`: this stage reads text, and was given none" in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, monkeypatch, capsys):
