@@ -170,6 +170,24 @@ def test_a_model_gets_four_bits_as_the_page_says(tiny_llama, tmp_path, monkeypat
     assert report["config"]["bits"] == 4
 
 
+def test_commands_have_all_that_they_require():
+    """`prune` and `generate` accept each command of README and docs, those in its text included."""
+    from export import generate
+    from mrp_lightning.commands import prune
+
+    text = "".join(page.read_text() for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))))
+    pattern = r"mrp-lightning (prune|generate) ([^`#\n]+)"
+    lines = re.findall(pattern, text.replace("\\\n", " "))
+    assert {command for command, _ in lines} == {"prune", "generate"}
+    for command, line in lines:
+        arguments = shlex.split(line)
+        if command == "prune":
+            options = prune._parser().parse_args(arguments)
+            assert prune._settings(options).recipe, line
+        else:
+            assert generate._parser().parse_args(arguments).prompt, line
+
+
 def test_every_block_is_run_or_listed():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     listed = {**RUN, **NOT_RUN}
