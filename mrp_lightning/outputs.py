@@ -114,8 +114,13 @@ def _existing(path: Path) -> Path:
     return next(above for above in (path, *path.parents) if os.path.lexists(above))
 
 
-def _check_content(path: Path, argument: str, *, overwrite: bool) -> None:
-    """Raise if a directory with content would be replaced, unless it is ours and may be."""
+def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
+    """Check that a directory is empty or missing, or may be replaced and holds only our files.
+
+    Raises:
+        FileExistsError: It is not empty, and `overwrite` is false or it holds files that others
+            wrote or changed, which the message names.
+    """
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not overwrite:
@@ -194,7 +199,7 @@ def check_output_dir(
     path = output_path(path)
     _check_replaceable(path, argument, sources)
     path = path.resolve()
-    _check_content(path, argument, overwrite=overwrite)
+    check_content(path, argument, overwrite=overwrite)
     _check_room(path, argument, num_bytes)
     if os.path.lexists(_lock_file(path)):
         try:
@@ -234,7 +239,7 @@ def save_directory(
     link, path = path, path.resolve()
     make_directories(path.parent)
     with _held(path, argument):
-        _check_content(path, argument, overwrite=overwrite)
+        check_content(path, argument, overwrite=overwrite)
         _check_room(path, argument, 0)
         _remove_abandoned(path)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
@@ -248,7 +253,7 @@ def save_directory(
             # 3. All content is on the disk before the rename makes it visible.
             flush(staging)  # raises if the directory was deleted
             _check_replaceable(link, argument, sources)
-            _check_content(path, argument, overwrite=overwrite)
+            check_content(path, argument, overwrite=overwrite)
             write_manifest(staging)
             _give_permissions(staging, path)
             for written in (*staging.rglob("*"), staging):

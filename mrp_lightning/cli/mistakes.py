@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from os import PathLike
@@ -71,13 +71,29 @@ def _expected(kind: re.Match[str]) -> str:
     return f"expected {names.get(kind[1], 'a number')}"
 
 
-def unknown_key(options: Iterable[str], arguments: Sequence[Argument]) -> str | None:
-    """Return the problem of the first key of a YAML file that is no option, or `None`."""
+def unknown_key(
+    options: Iterable[str], arguments: Sequence[Argument], within: Mapping[str, Collection[str]]
+) -> str | None:
+    """Return the problem of the first key of a YAML file that is no option, or `None`.
+
+    Args:
+        options: The options, as on a command line.
+        arguments: The arguments given.
+        within: The known keys of nested mappings, by the dotted keys of these.
+    """
     roots = {name.lstrip("-").removesuffix("+").partition(".")[0]: None for name in options}
     for argument in arguments:
         key = argument.path.partition(".")[0]
         if argument.origin and key not in roots:
             return f"{argument.origin}there is no option `{key}`. {nearest(key, roots)}"
+        # The longest, since names in a mapping may have dots: `models.opt` and `models.opt.1`.
+        above = [mapping for mapping in within if argument.path.startswith(f"{mapping}.")]
+        if above and argument.path not in within:
+            mapping = max(above, key=len)
+            key = argument.path.removeprefix(f"{mapping}.").partition(".")[0]
+            if key not in within[mapping]:
+                hint = nearest(key, within[mapping])
+                return f"{argument.origin}`{mapping}` has no key `{key}`. {hint}"
     return None
 
 

@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -119,15 +119,18 @@ class Parser(ArgumentParser):
             option = f"{option} {re.sub(r'[^-+.:/*_ 0-9A-Za-z]', '', value)}"
         return option if "`" in option else f"`{option}`"
 
-    def refuse_unknown(self) -> None:
+    def refuse_unknown(self, within: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
         """Raise for keys of YAML files that are no options.
 
         jsonargparse reports unknown keys with a value, but ignores empty ones, such as `{}`.
 
+        Args:
+            within: The known keys of nested mappings, by the dotted keys of these.
+
         Raises:
             OptionError: There is such a key.
         """
-        if problem := unknown_key(options_of(self), self._arguments):
+        if problem := unknown_key(options_of(self), self._arguments, within):
             raise OptionError(problem)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -2,11 +2,12 @@
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.errors import FAILED, OptionError
-from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.outputs import require_writable
 
 _DESCRIPTION = str(Sweep.__doc__).partition("Args:")[0].strip()
@@ -84,6 +85,7 @@ def read_sweep(args: list[str]) -> Sweep:
             raise
         example = f"Write for instance `{key[1]}: {_EXAMPLES[key[1]]}`."
         raise OptionError(f"{str(error).rstrip('.')}. {example}") from error
-    parser.refuse_unknown()
+    keys = [field.name for field in fields(ModelTrials)]
+    parser.refuse_unknown({f"models.{name}": keys for name in options.models or ()})
     arguments = vars(parser.instantiate(options))
     return Sweep(**{key: value for key, value in arguments.items() if key != "config"})

@@ -37,7 +37,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.outputs import require_writable
+from mrp_lightning.outputs import check_content, require_writable
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, read, record
 from mrp_lightning.records.report import NAME as REPORT
@@ -124,7 +124,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     Raises:
         OptionError: A finished run is of another configuration, or cannot be evaluated any more.
         FileNotFoundError: A text that a run would read is not there.
-        FileExistsError: A file is in the way of the directory of a run.
+        FileExistsError: A file is in the way of the directory of a run, or would be lost with it.
     """
     # 1. The configuration of the sweep itself, without reading a run.
     # 2. Finished runs, which must be of this configuration, or their scores are not comparable.
@@ -140,8 +140,10 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         tasks = _tasks(sweep)
         incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
         _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
-    for trial in waiting:  # a file in the way of a directory would be met after the run
+    for trial in waiting:  # files in the way of a directory would be met after the run
         require_writable(sweep.directory(trial), "out")
+        if sweep.save_checkpoints and trial.method is not None:
+            check_content(sweep.directory(trial), "out", overwrite=True)
     # One trial for each model and varied option: trials that differ otherwise read the same files.
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
         config = configure(trial, sweep).config

@@ -80,6 +80,7 @@ def test_tables_of_others_are_refused_before_any_run(here, capsys):
         ("--out=/proc/self/fdinfo", "`out`: /proc/"),
         ('--vary={"data.eval_files": [["gone.txt"]]}', "`eval_files`: no such file: gone.txt"),
         ("--config=typo.yaml", "typo.yaml, line 1: there is no option `modles`. Did you mean `mod"),
+        ("--config=key.yaml", "key.yaml, line 1: `models.a.1` has no key `option`. Did you mean"),
         (
             '--models={"a": {"options": {"model.modl": "x"}}}',
             "`model.modl`. Did you mean `mod",
@@ -92,6 +93,7 @@ def test_tables_of_others_are_refused_before_any_run(here, capsys):
 def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys):
     (here / "file").touch()
     (here / "typo.yaml").write_text("modles: {}")
+    (here / "key.yaml").write_text("models: {a: {options: {}}, a.1: {option: {}, options: {}}}")
     (here / "elsewhere.yaml").write_text("base: [gone.yaml]")
     with pytest.raises(SystemExit) as stop:
         sweep(option)
@@ -441,6 +443,18 @@ def test_a_file_in_the_way_of_a_run_is_named_before_any(here, capsys, monkeypatc
         sweep()
     assert stop.value.code == 2
     assert f"{file} is a file. Name another directory, or move it away" in capsys.readouterr().err
+
+
+def test_a_directory_of_others_at_a_checkpoint_is_named_before_any_run(here, capsys):
+    file = Path("out/tiny/50-SM-s128-seed1/notes.txt")
+    file.parent.mkdir(parents=True)
+    file.write_text("of a user")
+    with pytest.raises(SystemExit) as stop:
+        sweep("--save_checkpoints=true")
+    assert stop.value.code == 2
+    message = f"{file.parent} holds what mrp-lightning did not write"
+    assert message in capsys.readouterr().err
+    assert [path for path in Path("out").rglob("*") if path.is_file()] == [file]
 
 
 def test_a_run_that_fails_costs_no_other(here, capsys):
