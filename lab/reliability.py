@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def main() -> None:
     parts = {"power": power_cuts, "disk": failing_disks, "kill": random_kills}
     parts |= {"serve": killed_servers, "fuzz": fuzzing}
     option("--part", nargs="+", choices=list(parts), default=list(parts))
-    option("--commands", nargs="+", help="those whose power is cut, or calls fail (default: all)")
+    option("--commands", nargs="+", help="those whose power is cut, … (default: all)")
     option("--cuts", type=int, default=200, help="power cuts of each command")
     option("--failures", type=int, default=100_000, help="the most failing calls of each command")
     option("--kills", type=int, default=100, help="kills in all")
@@ -71,6 +71,9 @@ def main() -> None:
         inputs = Path(directory)
         runs.write_inputs(inputs)
         commands = runs.commands(inputs)
+        names = [one.name for one in kills.killed_commands(inputs, commands)] + list(commands)
+        if unknown := sorted(set(options.commands or ()).difference(names)):
+            parser.error(f"--commands: unknown {unknown}. Choose from {sorted(set(names))}.")
         for name in options.part:
             print(f"{name} …", file=sys.stderr)
             for rows in parts[name](options, inputs, commands):
@@ -89,7 +92,7 @@ def power_cuts(
     """Cut the power of each command."""
     rows, faults = [], []
     columns = ("command", "cuts", "after the cut", "the same command again", "faults")
-    for command in _chosen(commands, options):
+    for command in _chosen(commands.values(), options):
         done = _last(power.cut(command, options.cuts, random.Random(options.seed)))
         faults += [f"{command.name}: {fault}" for fault in done.faults]
         counted = (_counted(done.states), _counted(done.reruns))
@@ -103,7 +106,7 @@ def failing_disks(
     """Let calls of each command fail."""
     rows, faults = [], []
     columns = ("command", "failed calls", "named the file and the way on", "right result", "faults")
-    for command in _chosen(commands, options):
+    for command in _chosen(commands.values(), options):
         done = _last(disk.fail(command, options.failures, random.Random(options.seed)))
         faults += [f"{command.name}: {fault}" for fault in done.faults]
         tried = done.refused + done.harmless + len(done.faults)
@@ -111,8 +114,9 @@ def failing_disks(
         yield "Failing disks", columns, rows, faults
 
 
-def _chosen(commands: dict[str, Command], options: argparse.Namespace) -> list[Command]:
-    return [commands[name] for name in options.commands or commands]
+def _chosen(commands: Iterable[Command], options: argparse.Namespace) -> list[Command]:
+    names = options.commands
+    return [command for command in commands if names is None or command.name in names]
 
 
 def random_kills(
@@ -122,13 +126,11 @@ def random_kills(
     rows, faults = [], []
     columns = ("command", "killed, then the same bits", "through before", "faults")
     chance = random.Random(options.seed)
-    alone = kills.killed_commands(inputs, commands)
+    alone = _chosen(kills.killed_commands(inputs, commands), options)
     each, more = divmod(options.kills - options.ddp, len(alone))
     trials = [kills.kill(one, each + (index < more), chance) for index, one in enumerate(alone)]
-    for trial in [*trials, kills.kill_processes(inputs, options.ddp, chance)]:
-        done = _last(trial)
-        if done is None:
-            continue
+    trials += [kills.kill_processes(inputs, options.ddp, chance)] if options.ddp else []
+    for done in map(_last, trials):
         faults += [f"{done.name}: {fault}" for fault in done.faults]
         rows.append((done.name, done.resumed, done.through, len(done.faults)))
         yield "Kills", columns, rows, faults
@@ -140,7 +142,7 @@ def killed_servers(
     """Kill servers of the embedded model without half of its weights, packed and dense."""
     dense = embedded(inputs / "half", removed)
     packed = export(dense, inputs / "half-bitmask", "bitmask")
-    columns = ("killed", "then the same tokens", "processes that lived on")
+    columns = ("model, process", "killed", "then the same tokens", "processes that lived on")
     columns += ("MiB left in shared memory", "faults")
     kinds: dict[str, servers.KilledServers] = {}
     chance = random.Random(options.seed)
@@ -149,10 +151,10 @@ def killed_servers(
             print(f"  {done}", file=sys.stderr, flush=True)
             kinds[done.name] = done
             rows = [
-                (kind.name, kind.right, kind.orphans, kind.shared >> 20, len(kind.faults))
-                for kind in kinds.values()
+                (one.name, one.killed, one.right, one.orphans, one.shared >> 20, len(one.faults))
+                for one in kinds.values()
             ]
-            faults = [f"{kind.name}: {fault}" for kind in kinds.values() for fault in kind.faults]
+            faults = [f"{one.name}: {fault}" for one in kinds.values() for fault in one.faults]
             yield "Killed servers", columns, rows, faults
 
 

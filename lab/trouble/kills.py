@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trouble.runs import LIMIT, Command, State, finish, predict, run, start
+from trouble.runs import LIMIT, Command, End, State, finish, predict, run, start
 
 _TOGETHER = 60.0
 """Seconds after which no process of a group may live on when one was killed."""
@@ -48,7 +48,7 @@ def killed_commands(inputs: Path, recorded: dict[str, Command]) -> list[Command]
     prunings = [
         Command(name, predict(inputs, **settings), root, "out") for name, settings in ways.items()
     ]
-    others = ("allocation, balance, grid", "export", "gguf", "sweep")
+    others = ("allocation, balance, grid", "export", "export --overwrite", "gguf", "sweep")
     return prunings + [recorded[name] for name in others]
 
 
@@ -59,21 +59,24 @@ def kill(command: Command, number: int, random_: random.Random) -> Iterator[Kill
         The kills so far, after each of them.
     """
     command.prepare()
-    begin, earlier = time.monotonic(), command.state()
-    end = run(command)
-    if end.status:
-        raise SystemExit(f"FAILED: {' '.join(command.words)}: {end.output}")
-    whole, expected = time.monotonic() - begin, command.state()
+    earlier = command.state()
+    _whole(command)  # the first run may compile kernels, which takes far longer than the command
+    expected = command.state()
+    command.prepare()
+    cpu_seconds = _whole(command).cpu_seconds
     kills = Kills(command.name)
     output = command.root.with_name("output.txt")
     for _ in range(number):
         command.prepare()
-        seconds = random_.uniform(0, whole)
+        seconds = random_.uniform(0, cpu_seconds)
         end = finish(start(command, output), output, seconds)
         if end.status == 0:
             kills.through += 1
+        elif end.problem != "killed by SIGKILL":
+            kills.faults.append(f"within {seconds:.2f} s {end.problem}: {end.output[-400:]}")
         state = command.state()
-        if command.name != "sweep" and state not in (earlier, expected):
+        is_whole = state in (earlier, expected) or command.is_aside(earlier)
+        if command.name != "sweep" and not is_whole:
             kills.faults.append(f"after {seconds:.2f} s half a result: {state.problem}")
         again = run(command)
         is_there = state == expected and "exist" in again.message
@@ -86,6 +89,13 @@ def kill(command: Command, number: int, random_: random.Random) -> Iterator[Kill
         elif end.status:
             kills.resumed += 1
         yield kills
+
+
+def _whole(command: Command) -> End:
+    end = run(command)
+    if end.status:
+        raise SystemExit(f"FAILED: {' '.join(command.words)}: {end.output}")
+    return end
 
 
 def kill_processes(inputs: Path, number: int, random_: random.Random) -> Iterator[Kills]:

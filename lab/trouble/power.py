@@ -336,8 +336,7 @@ def _kind(command: Command, state: State, earlier: State, expected: State) -> tu
         return "new", ""
     if state == earlier:
         return ("old" if earlier.weights else "absent"), ""
-    aside = list(command.root.glob(f".{command.result}.*.old/{command.result}"))
-    if not state.weights and not state.problem and any(State.of(old) == earlier for old in aside):
+    if command.is_aside(earlier):
         return "old, aside", ""
     return "fault", f"neither the old nor the new result: {state.problem or 'other or no weights'}"
 

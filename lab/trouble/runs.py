@@ -1,6 +1,7 @@
 """Commands on the smallest model, each with the directory that it begins in and its result."""
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -54,6 +55,11 @@ class Command:
         """Return what is in `root` now."""
         return State.of(self.root / self.result)
 
+    def is_aside(self, earlier: "State") -> bool:
+        """Return whether the earlier result lies whole beside its name, as in mid-replacement."""
+        aside = self.root.glob(f".{self.result}.*.old/{self.result}")
+        return self.state() == State() and any(State.of(old) == earlier for old in aside)
+
     def leftovers(self) -> list[str]:
         """Return the names of what a finished run must not leave."""
         names = {path.name for path in self.root.iterdir()} - {self.result}
@@ -100,10 +106,17 @@ def checksum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a command: its exit status, or minus the signal that killed it, and its output."""
+    """The end of a command.
+
+    Attributes:
+        status: Its exit status, or minus the number of the signal that killed it.
+        output: All that it wrote to the terminal.
+        cpu_seconds: The processor time that it used.
+    """
 
     status: int
     output: str
+    cpu_seconds: float
 
     @property
     def problem(self) -> str:
@@ -166,25 +179,36 @@ def _status_of(words: Sequence[str]) -> int:
     return 0
 
 
-def finish(child: int, output: Path, seconds: float | None = None) -> End:
-    """Wait until a process ends, or kill it after some seconds."""
-    limit, waited, last = LIMIT if seconds is None else seconds, 0.0, time.monotonic()
+def finish(child: int, output: Path, cpu_seconds: float | None = None) -> End:
+    """Wait until a process ends, or kill it when it has used some seconds of processor time.
+
+    Other work on the machine hardly changes the processor time at which a command does a thing;
+    by the clock, a moment drawn from a slow run comes after the end of a faster one.
+    """
+    limit = math.inf if cpu_seconds is None else cpu_seconds
+    note, waited, last = "", 0.0, time.monotonic()
     while True:
+        ended, code, used = os.wait4(child, os.WNOHANG)
+        if not ended and (_cpu_seconds(child) > limit or waited > LIMIT):
+            if waited > LIMIT:
+                note = "\nTraceback (most recent call last): it hangs"
+            os.kill(child, signal.SIGKILL)
+            ended, code, used = os.wait4(child, 0)
+        if ended:
+            text = output.read_text("utf-8", errors="replace") if output.exists() else ""
+            status = os.waitstatus_to_exitcode(code)
+            return End(status, text + note, used.ru_utime + used.ru_stime)
+        time.sleep(0.005)
         # A machine that is suspended, or that stops this process and its child together, ages
         # neither: a long gap between two looks counts as a short one.
         now = time.monotonic()
         waited, last = waited + min(now - last, _LONGEST_GAP), now
-        ended, code = os.waitpid(child, os.WNOHANG)
-        if ended:
-            text = output.read_text("utf-8", errors="replace") if output.exists() else ""
-            return End(os.waitstatus_to_exitcode(code), text)
-        if waited > limit:
-            os.kill(child, signal.SIGKILL)
-            _, code = os.waitpid(child, 0)
-            text = output.read_text("utf-8", errors="replace") if output.exists() else ""
-            note = "" if seconds is not None else "\nTraceback (most recent call last): it hangs"
-            return End(os.waitstatus_to_exitcode(code), text + note)
-        time.sleep(0.005)
+
+
+def _cpu_seconds(process: int) -> float:
+    """Return the processor time that a process has used so far, with all of its threads."""
+    clock = (~process << 3) | 2  # Linux's MAKE_PROCESS_CPUCLOCK(process, CPUCLOCK_SCHED)
+    return time.clock_gettime(clock)
 
 
 def run(command: Command) -> End:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class KilledServers:
 
     Attributes:
         name: The model, and the process that was killed.
+        killed: How many were killed.
         right: How many were followed by a server with the same tokens.
         orphans: How many processes lived on, of all kills.
         shared: The bytes that were left in shared memory.
@@ -41,6 +42,7 @@ class KilledServers:
     """
 
     name: str
+    killed: int = 0
     right: int = 0
     orphans: int = 0
     shared: int = 0
@@ -91,16 +93,32 @@ class Server:
         Raises:
             SystemExit: The server ended by itself.
         """
+        return self._wait(self._answers, seconds)
+
+    def wait_for_engine(self, seconds: float) -> bool:
+        """Wait for the process that loads the model; return whether it runs.
+
+        Raises:
+            SystemExit: The server ended by itself.
+        """
+        return self._wait(lambda: bool(self.engines()), seconds)
+
+    def _wait(self, is_so: Callable[[], bool], seconds: float) -> bool:
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             if self.process.poll() is not None:
                 raise SystemExit(f"FAILED: the server ended: {self.log.read_text()[-2000:]}")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return True
-            except OSError:
-                time.sleep(0.1)
+            if is_so():
+                return True
+            time.sleep(0.1)
         return False
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                return True
+        except OSError:
+            return False
 
     def complete(self, prompt: str | Sequence[int]) -> str:
         """Return the greedy continuation of a text or of tokens by 16 tokens, as text."""
@@ -124,9 +142,8 @@ class Server:
         return [number for number in processes_of(self.process.pid) if _is_engine(number)]
 
     def kill(self, *, engine: bool) -> int:
-        """Kill the server, or its engine if that runs; return how many processes lived on."""
-        engines = self.engines() if engine else []
-        os.kill(engines[0] if engines else self.process.pid, signal.SIGKILL)
+        """Kill the server or its engine, which has to run; return how many processes lived on."""
+        os.kill(self.engines()[0] if engine else self.process.pid, signal.SIGKILL)
         return still_alive(self.process, 20)
 
 
@@ -146,13 +163,14 @@ def kill_servers(
         The kills so far, after each of them.
     """
     before = state(model)
-    whole, expected = _answer(python, model, room)
+    _answer(python, model, room)  # fills caches, without which a start takes longer
+    times, expected = _answer(python, model, room)
     by_process = {name: KilledServers(f"{model.name}, {name}") for name in ("server", "engine")}
     for index in range(number):
-        kills = by_process["engine" if index % 2 else "server"]
-        seconds = random_.uniform(0, whole)
-        _kill_one(Server(python, model, room), seconds, kills, engine=bool(index % 2))
-        when = f"after {seconds:.1f} of {whole:.1f} s"
+        process = "engine" if index % 2 else "server"
+        kills, share = by_process[process], random_.uniform(0, 1)
+        _kill_one(Server(python, model, room), share, times, kills, engine=process == "engine")
+        when = f"after {share:.0%} of {times.up:.0f} s"
         if state(model) != before:
             kills.faults.append(f"{when} files of the model or the kernels changed")
         if (tokens := _answer(python, model, room)[1]) == expected:
@@ -162,21 +180,42 @@ def kill_servers(
         yield kills
 
 
-def _answer(python: Path, model: Path, room: Path) -> tuple[float, str]:
-    """Start a server; return the seconds until it was up, and its continuation of a prompt."""
+@dataclass(frozen=True)
+class _Times:
+    """Seconds from the start of a server until its engine runs, and until it answers."""
+
+    engine: float
+    up: float
+
+
+def _answer(python: Path, model: Path, room: Path) -> tuple[_Times, str]:
+    """Start a server; return when it was up, and its continuation of a prompt."""
     begin, server = time.monotonic(), Server(python, model, room)
     try:
-        if not server.wait_until_up(UP):
+        is_there = server.wait_for_engine(UP)
+        engine = time.monotonic() - begin
+        if not is_there or not server.wait_until_up(UP):
             raise SystemExit(f"FAILED: not up in {UP:.0f} s: {server.log.read_text()[-2000:]}")
-        return time.monotonic() - begin, server.complete(_PROMPT)
+        return _Times(engine, time.monotonic() - begin), server.complete(_PROMPT)
     finally:
         server.stop()
 
 
-def _kill_one(server: Server, seconds: float, kills: KilledServers, *, engine: bool) -> None:
-    """Kill a server or its engine after some seconds; count what it leaves, and remove that."""
+def _kill_one(
+    server: Server, share: float, times: _Times, kills: KilledServers, *, engine: bool
+) -> None:
+    """Kill a server after a share of its loading; count what it leaves, and remove that.
+
+    An engine is killed after a share of the time from its own start, so that it runs.
+    """
     earlier = _shared()
+    seconds = share * times.up
+    if engine:
+        if not server.wait_for_engine(UP):
+            raise SystemExit(f"FAILED: no engine in {UP:.0f} s: {server.log.read_text()[-2000:]}")
+        seconds = share * (times.up - times.engine)
     server.wait_until_up(seconds)
+    kills.killed += 1
     kills.orphans += server.kill(engine=engine)
     for file in _shared() - earlier:
         kills.shared += file.stat().st_size

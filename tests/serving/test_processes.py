@@ -3,7 +3,6 @@
 import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,11 +52,10 @@ def test_a_server_that_is_killed_while_it_loads_changes_no_file(half, packed, tm
     before = servers.state(model)
     server = servers.Server(Path(sys.executable), model, tmp_path)
     try:
-        while not server.engines():
-            assert server.process.poll() is None, server.log.read_text()[-2000:]
-            time.sleep(0.1)
-    finally:
+        assert server.wait_for_engine(240), server.log.read_text()[-2000:]
         server.kill(engine=True)
+    finally:
+        server.stop()
     assert servers.state(model) == before
 
 
