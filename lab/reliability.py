@@ -53,9 +53,11 @@ def main() -> None:
     option("--commands", nargs="+", help="those whose power is cut, … (default: all)")
     option("--cuts", type=int, default=200, help="power cuts of each command")
     option("--failures", type=int, default=100_000, help="the most failing calls of each command")
+    option("--calls", nargs=2, type=int, default=(0, 100_000), help="… from one up to another")
     option("--kills", type=int, default=100, help="kills in all")
     option("--ddp", type=int, default=8, help="those of them with two processes")
     option("--servers", type=int, default=10, help="servers that are killed while they load")
+    option("--dense-servers", type=int, default=2, help="those of the dense model, to compare")
     option("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python", help="their interpreter")
     option("--readers", nargs="+", help="those that are fuzzed (default: all, and the kernels)")
     option("--fuzz-seconds", type=int, default=300, help="seconds for each reader and the kernels")
@@ -90,28 +92,29 @@ def power_cuts(
     options: argparse.Namespace, _: Path, commands: dict[str, Command]
 ) -> Iterator[Rows]:
     """Cut the power of each command."""
-    rows, faults = [], []
     columns = ("command", "cuts", "after the cut", "the same command again", "faults")
-    for command in _chosen(commands.values(), options):
-        done = _last(power.cut(command, options.cuts, random.Random(options.seed)))
-        faults += [f"{command.name}: {fault}" for fault in done.faults]
-        counted = (_counted(done.states), _counted(done.reruns))
-        rows.append((command.name, options.cuts, *counted, len(done.faults)))
-        yield "Power cuts", columns, rows, faults
+    chosen = _chosen(commands.values(), options)
+    trials = [power.cut(one, options.cuts, random.Random(options.seed)) for one in chosen]
+    for done in _steps(trials):
+        rows = [
+            (one.name, sum(one.states.values()), _counted(one.states), _counted(one.reruns))
+            for one in done
+        ]
+        yield _table("Power cuts", columns, rows, done)
 
 
 def failing_disks(
     options: argparse.Namespace, _: Path, commands: dict[str, Command]
 ) -> Iterator[Rows]:
     """Let calls of each command fail."""
-    rows, faults = [], []
     columns = ("command", "failed calls", "named the file and the way on", "right result", "faults")
-    for command in _chosen(commands.values(), options):
-        done = _last(disk.fail(command, options.failures, random.Random(options.seed)))
-        faults += [f"{command.name}: {fault}" for fault in done.faults]
-        tried = done.refused + done.harmless + len(done.faults)
-        rows.append((command.name, tried, done.refused, done.harmless, len(done.faults)))
-        yield "Failing disks", columns, rows, faults
+    trials = [
+        disk.fail(one, options.failures, random.Random(options.seed), slice(*options.calls))
+        for one in _chosen(commands.values(), options)
+    ]
+    for done in _steps(trials):
+        rows = [(one.name, one.tried, one.refused, one.harmless) for one in done]
+        yield _table("Failing disks", columns, rows, done)
 
 
 def _chosen(commands: Iterable[Command], options: argparse.Namespace) -> list[Command]:
@@ -123,17 +126,15 @@ def random_kills(
     options: argparse.Namespace, inputs: Path, commands: dict[str, Command]
 ) -> Iterator[Rows]:
     """Kill commands at random moments."""
-    rows, faults = [], []
     columns = ("command", "killed, then the same bits", "through before", "faults")
     chance = random.Random(options.seed)
     alone = _chosen(kills.killed_commands(inputs, commands), options)
     each, more = divmod(options.kills - options.ddp, len(alone))
     trials = [kills.kill(one, each + (index < more), chance) for index, one in enumerate(alone)]
     trials += [kills.kill_processes(inputs, options.ddp, chance)] if options.ddp else []
-    for done in map(_last, trials):
-        faults += [f"{done.name}: {fault}" for fault in done.faults]
-        rows.append((done.name, done.resumed, done.through, len(done.faults)))
-        yield "Kills", columns, rows, faults
+    for done in _steps(trials):
+        rows = [(one.name, one.resumed, one.through) for one in done]
+        yield _table("Kills", columns, rows, done)
 
 
 def killed_servers(
@@ -144,18 +145,15 @@ def killed_servers(
     packed = export(dense, inputs / "half-bitmask", "bitmask")
     columns = ("model, process", "killed", "then the same tokens", "processes that lived on")
     columns += ("MiB left in shared memory", "faults")
-    kinds: dict[str, servers.KilledServers] = {}
     chance = random.Random(options.seed)
-    for model, number in ((packed, options.servers), (dense, 2)):
-        for done in servers.kill_servers(options.vllm, model, inputs, number, chance):
-            print(f"  {done}", file=sys.stderr, flush=True)
-            kinds[done.name] = done
-            rows = [
-                (one.name, one.killed, one.right, one.orphans, one.shared >> 20, len(one.faults))
-                for one in kinds.values()
-            ]
-            faults = [f"{one.name}: {fault}" for one in kinds.values() for fault in one.faults]
-            yield "Killed servers", columns, rows, faults
+    trials = [
+        servers.kill_servers(options.vllm, model, inputs, number, chance)
+        for model, number in ((packed, options.servers), (dense, options.dense_servers))
+        if number
+    ]
+    for done in _steps(trials):
+        rows = [(one.name, one.killed, one.right, one.orphans, one.shared >> 20) for one in done]
+        yield _table("Killed servers", columns, rows, done)
 
 
 def fuzzing(
@@ -209,13 +207,25 @@ def _write_more(inputs: Path, commands: dict[str, Command]) -> None:
     shutil.copytree(command.root, inputs / "journal")
 
 
-def _last(steps: Iterator[Any]) -> Any:
-    """Return the last of some steps, with a line of progress for each."""
-    last = None
-    for number, last in enumerate(steps, 1):
-        print(f"\r  {last.name} {number}, faults: {len(last.faults)}  ", end="", file=sys.stderr)
-    print(file=sys.stderr)
-    return last
+def _steps(trials: Iterable[Iterator[Any]]) -> Iterator[list[Any]]:
+    """Yield what all trials did so far, by name, after each of their steps, and show it."""
+    done: dict[str, Any] = {}
+    for trial in trials:
+        for number, step in enumerate(trial, 1):
+            line = f"\r  {step.name} {number}, faults: {len(step.faults)}  "
+            print(line, end="", file=sys.stderr, flush=True)
+            done[step.name] = step
+            yield list(done.values())
+        print(file=sys.stderr)
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], done: Sequence[Any]
+) -> Rows:
+    """Append the number of faults to each row, and list them."""
+    counted = [(*row, len(one.faults)) for row, one in zip(rows, done, strict=True)]
+    faults = [f"{one.name}: {fault}" for one in done for fault in one.faults]
+    return title, columns, counted, faults
 
 
 def _counted(counts: dict[str, int]) -> str:

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from trouble.calls import Call, traced
 from trouble.runs import Command, End, State, run
@@ -34,9 +35,22 @@ class Failures:
     missed: int = 0
     faults: list[str] = field(default_factory=list)
 
+    @property
+    def tried(self) -> int:
+        """How many hit a file of the command."""
+        return self.refused + self.harmless + len(self.faults)
 
-def fail(command: Command, number: int, random_: random.Random) -> Iterator[Failures]:
+
+def fail(
+    command: Command, number: int, random_: random.Random, among: slice = slice(None)
+) -> Iterator[Failures]:
     """Record a command, and run it with a failing call, for some of its calls or for all.
+
+    Args:
+        command: The command.
+        number: How many of its calls fail at most; if it has more, they are drawn.
+        random_: The source of chance.
+        among: The calls among which these are.
 
     Yields:
         The failures so far, after each of them.
@@ -47,11 +61,11 @@ def fail(command: Command, number: int, random_: random.Random) -> Iterator[Fail
     expected = command.state()
     main = calls[0].thread
     hit = [call for call in calls if call.thread == main and _changes(call, command)]
-    if number < len(hit):
-        hit = random_.sample(hit, number)
+    each = list(zip(hit, cycle(_ERRORS)))[among]
+    if number < len(each):
+        each = random_.sample(each, number)
     failures = Failures(command.name)
-    for index, call in enumerate(hit):
-        error = _ERRORS[index % 2]
+    for call, error in each:
         command.prepare()
         inject = f"inject={call.name}:error={error}:when={call.ordinal}"
         end, injected = traced(command, inject)
