@@ -38,7 +38,7 @@ from trouble.runs import Command
 from mrp_ground.environment import machine
 
 ROOT = Path(__file__).parents[1]
-Rows = tuple[str, Sequence[str], list[Sequence[Any]], list[str]]
+Rows = tuple[str, Sequence[str], Sequence[Sequence[Any]], list[str]]
 """The title, the columns and the rows of a table, and the faults."""
 
 

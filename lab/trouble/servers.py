@@ -167,7 +167,7 @@ def kill_servers(
     times, expected = _answer(python, model, room)
     by_process = {name: KilledServers(f"{model.name}, {name}") for name in ("server", "engine")}
     for index in range(number):
-        process = "engine" if index % 2 else "server"
+        process = "server" if index % 2 else "engine"
         kills, share = by_process[process], random_.uniform(0, 1)
         _kill_one(Server(python, model, room), share, times, kills, engine=process == "engine")
         when = f"after {share:.0%} of {times.up:.0f} s"
