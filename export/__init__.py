@@ -5,14 +5,22 @@ your project has a folder called `export`, import `mrp_sparse` instead, which lo
 runs them.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import mrp_lightning as _mrp_lightning  # noqa: F401  (first: it hushes what transformers loads)
-from mrp_sparse import Bitmask4Linear, BitmaskLinear, Sparse24Linear, pack, unpack
+from mrp_ground.import_hook import import_after as _import_after
 
 if TYPE_CHECKING:
     from export.loading import load
-    from mrp_sparse import load_into
+    from mrp_sparse import (
+        Bitmask4Linear,
+        BitmaskLinear,
+        Sparse24Linear,
+        load_into,
+        pack,
+        unpack,
+    )
 
 __all__ = [
     "Bitmask4Linear",
@@ -24,15 +32,15 @@ __all__ = [
     "unpack",
 ]
 
+# As `mrp_sparse` does for itself: it loads torch, for which the help of commands need not wait.
+_import_after("transformers.quantizers.auto", "mrp_sparse.huggingface")
+
 
 def __getattr__(name: str) -> Any:
-    # Both import transformers, for which help need not wait.
-    if name == "load":
-        from export import loading
-
-        return loading.load
-    if name == "load_into":
-        from mrp_sparse import own_module
-
-        return own_module.load_into
+    if name in __all__:
+        return getattr(import_module("export.loading" if name == "load" else "mrp_sparse"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

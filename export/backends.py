@@ -10,7 +10,7 @@ A layer that a back-end refuses stays dense, and is listed.
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.sparse import (
     to_sparse_semi_structured,
 )
 
+from export.speed_options import BACKENDS, TARGETS
 from mrp_lightning.errors import OptionError, first_line
 from mrp_lightning.upstream import torch_names
 from mrp_sparse.kernels.candidates import (
@@ -195,15 +196,6 @@ def run_on_torchao(model: Any, names: list[str]) -> Any:
     for layer in layers.values():
         SUBCLASSES["torchao"].convert(layer)
     return model
-
-
-BACKENDS = ("auto", "triton", *SUBCLASSES)
-TARGETS: Mapping[str, tuple[int, ...]] = {
-    "decode": (1, 8),
-    "prefill": (1024, 4096),
-    "both": (1, 8, 1024, 4096),
-}
-"""By target, the numbers of tokens at which a sparse layer must be faster than a dense one."""
 
 
 def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict[str, str]:

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from export.timing import SpeedOptions, add_arguments
+from export.speed_options import SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
-from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError
 
 
@@ -24,10 +23,13 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     with exit_on_mistake():
         options = _parser().parse_args(args)
+        # Only now: they load torch, which help and a mistake need not wait for.
+        from mrp_lightning.devices import device_named
+
         device = device_named(None)
         if device.type != "cuda":
             raise OptionError("speed is measured on a CUDA device, and this machine has none.")
-        # Only now: they load transformers, which help and a mistake need not wait for.
+        # Likewise, for transformers.
         from export.comparison import SpeedReport, compare, tables
         from export.loading import load
         from mrp_sparse.packed_linear import Sparse24Linear

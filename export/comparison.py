@@ -17,9 +17,9 @@ from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from export.backends import apply, check_backend
+from export.speed_options import SpeedOptions
 from export.timing import (
     REPEATS,
-    SpeedOptions,
     Timing,
     captured,
     graphed,

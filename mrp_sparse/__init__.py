@@ -6,11 +6,11 @@ also if transformers is imported later. `import export` does the same and has sh
 
 from typing import TYPE_CHECKING, Any
 
+from mrp_ground.import_hook import import_after
 from mrp_sparse.formats.sparse24 import pack, unpack
 from mrp_sparse.kernels import bitmask_dispatch as _bitmasks  # noqa: F401  (as the next)
 from mrp_sparse.kernels import dispatch as _dispatch  # noqa: F401  (registers the operators)
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
-from mrp_sparse.registration import register
 
 if TYPE_CHECKING:
     from mrp_sparse.own_module import load_into
@@ -19,7 +19,7 @@ __all__ = ["Bitmask4Linear", "BitmaskLinear", "Sparse24Linear", "load_into", "pa
 
 __version__ = "0.1.0"
 
-register()
+import_after("transformers.quantizers.auto", "mrp_sparse.huggingface")
 
 
 def __getattr__(name: str) -> Any:

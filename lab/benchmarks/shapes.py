@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.backends import check_backend
 from export.comparison import SpeedReport, compare, tables
-from export.timing import SpeedOptions, add_arguments, random_24
+from export.speed_options import SpeedOptions, add_arguments
+from export.timing import random_24
 from mrp_lightning.errors import OptionError
 from mrp_sparse.formats.sparse24 import why_not_packable
 from mrp_sparse.packed_linear import Sparse24Linear

@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 
 from mrp_lightning.cli.command import add_model_options, make_parser, number_from
-from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 from mrp_lightning.records.evaluation import (
@@ -37,11 +36,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _evaluate(options: Namespace) -> None:
     """Run the tasks of a command line on its model."""
+    # Imported late, since help and mistakes need not wait for torch, Lightning and transformers.
+    from mrp_lightning.devices import device_named
+
     device = device_named(options.device)
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise OptionError("`--tasks`: expected names of tasks, separated by commas.")
-    # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.models.gguf import located
     from mrp_lightning.models.loading import load_config

@@ -9,7 +9,6 @@ from typing import Any
 from mrp_lightning.environment import versions
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_json, read_as
-from mrp_lightning.records.model_card import add_perplexities
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
@@ -79,6 +78,9 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
     Raises:
         FormatError: The existing file cannot be read; it is left as it is.
     """
+    # Imported late: who only reads scores, or names their types, need not wait for torch.
+    from mrp_lightning.records.model_card import add_perplexities
+
     path = Path(directory) / NAME
     recorded = read(directory) if path.exists() else Evaluation()
     added = {key: value for key, value in scores.items() if value is not None}

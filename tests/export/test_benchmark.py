@@ -25,12 +25,10 @@ from export.comparison import (
     tables,
     without_masks,
 )
+from export.speed_options import LAYER_TOKENS, SpeedOptions, add_arguments
 from export.timing import (
     COLD_BYTES,
-    LAYER_TOKENS,
-    SpeedOptions,
     Timing,
-    add_arguments,
     copies,
     random_24,
     take_turns,

@@ -41,9 +41,20 @@ ORDER = {
         "experiments",
         "commands",
     ),
-    "mrp_ground": ("errors", "arguments", "json_files", "environment", "grid", "upstream"),
+    "mrp_ground": (
+        *("errors", "arguments", "json_files", "environment", "grid", "upstream"),
+        "import_hook",
+    ),
     "mrp_sparse": ("formats", "kernels", "vllm"),
-    "export": ("backends", "loading", "conversion", "gguf", "timing", "comparison"),
+    "export": (
+        "speed_options",
+        "backends",
+        "loading",
+        "conversion",
+        "gguf",
+        "timing",
+        "comparison",
+    ),
     "callbacks": (),
 }
 """A folder, or a module, imports only from itself and from those before it."""

@@ -1,0 +1,194 @@
+"""Write the continuation of a prompt by one model or two, and measure their speed."""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.utils import logging as transformers_logging
+
+from export.loading import expand_bitmasks, load
+from mrp_ground.environment import machine
+from mrp_lightning.devices import device_named
+from mrp_lightning.errors import DataError, OptionError, first_line
+from mrp_lightning.models.checkpoint import build_without_weights, longest_sequence
+from mrp_lightning.models.loading import load_config, load_tokenizer
+from mrp_sparse.compiled_step import round_activations
+from mrp_sparse.decoding import Speed, TimedStreamer, compile_step, step_to_compile, write
+from mrp_sparse.eight_bit_head import EightBitLinear, round_head
+from mrp_sparse.packed_linear import Bitmask4Linear
+
+_FEW = 2
+"""Number of tokens up to which packed rows are decoded and multiplied in one kernel."""
+
+
+def generate(options: Namespace) -> None:
+    """Print the continuations that the options of `mrp-lightning generate` ask for.
+
+    Raises:
+        OptionError: The device does not exist here, or `--compare` names another model.
+        FileNotFoundError, FormatError, DataError: See `_generate`.
+    """
+    transformers_logging.disable_progress_bar()
+    device = device_named(options.device)
+    if options.compare:
+        _require_same_model(options.compare, options.directory)
+    print(f"On {machine(device)}\n")
+    speeds = []
+    for directory in filter(None, (options.compare, options.directory)):
+        print(f"--- {directory}")
+        speeds.append(
+            _generate(
+                directory,
+                options.prompt,
+                options.max_new_tokens,
+                device,
+                compiled=not options.eager,
+                text_first=not options.compare,
+                eight_bits=options.activations == 8,
+                eight_bit_head=options.head_bits == 8,
+            )
+        )
+    if options.compare and speeds[0].rate:
+        dense, packed = speeds
+        print(
+            f"{packed.rate / dense.rate:.2f} times the tokens a second, "
+            f"{packed.num_bytes / dense.num_bytes:.2f} of the memory"
+        )
+
+
+_OF_A_MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+"""The entries of a configuration that neither pruning nor packing changes."""
+
+
+def _require_same_model(dense: str, directory: str) -> None:
+    """Raise, before loading, unless one directory may be a pruning of the other's model.
+
+    Raises:
+        OptionError: The configurations or embeddings differ in more than a pruning changes.
+    """
+    config, other = (load_config(path).get_text_config() for path in (dense, directory))
+    differing = [
+        f"`{key}` is {was} and {now}"
+        for key in _OF_A_MODEL
+        if (was := getattr(config, key, None)) != (now := getattr(other, key, None))
+    ]
+    if differing:
+        raise OptionError(
+            f"`--compare`: {dense} and {directory} are not one model: {'; '.join(differing)}. Give "
+            "the dense model that was pruned, or leave it out."
+        )
+    first, second = (_embeddings(path, config) for path in (dense, directory))
+    if first is not None and second is not None and first.shape == second.shape:
+        likeness = float(torch.cosine_similarity(first, second, dim=0))
+        if likeness < _LIKENESS:
+            raise OptionError(
+                f"`--compare`: {dense} and {directory} are not one model: their embeddings have a "
+                f"cosine of {likeness:.2f}, and pruning leaves them as they are. Give the dense "
+                "model that was pruned, or leave it out."
+            )
+
+
+_LIKENESS = 0.5
+"""A cosine of embeddings that unrelated models do not reach, and further training does."""
+_ROWS = 1024
+
+
+def _embeddings(directory: str, config: Any) -> torch.Tensor | None:
+    """Return the first rows of a model's embeddings, flat; `None` if they are not in floats."""
+    model: Any = build_without_weights(config)
+    table = model.get_input_embeddings()
+    names = [f"{name}.weight" for name, module in model.named_modules() if module is table]
+    # Only the rows needed are read: a table can be a tenth of a model, and the check precedes
+    # loading.
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if any(key == name or f".{key}".endswith(f".{name}") for name in names):
+                    rows: torch.Tensor = opened.get_slice(key)[:_ROWS]
+                    return rows.float().flatten() if rows.is_floating_point() else None
+    return None
+
+
+def _generate(
+    directory: str | os.PathLike[str],
+    prompt: str,
+    max_new_tokens: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    text_first: bool,
+    eight_bits: bool,
+    eight_bit_head: bool,
+) -> Speed:
+    """Print a model's continuation of a text and its speed, and return the speed.
+
+    With `text_first`, a step that is not compiled yet is compiled after the text, for the next one.
+
+    Raises:
+        OptionError: The model's head cannot be rounded to 8 bits; see `Head.of`.
+        FileNotFoundError: The directory holds no model.
+        FormatError: See `export.load`.
+        DataError: The directory has no tokenizer, the prompt is empty, or the text would exceed the
+            model's positions.
+    """
+    model: Any = load(Path(directory), dtype="auto").eval()
+    expand_bitmasks(model.to(device))
+    try:
+        tokenizer = load_tokenizer(directory)
+    except (FileNotFoundError, DataError) as error:
+        raise DataError(
+            f"{directory} holds no tokenizer that can be loaded: {first_line(error)}"
+        ) from error
+    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    if not tokens["input_ids"].numel():
+        raise DataError("`--prompt` is empty; give the beginning of a text.")
+    positions, length = longest_sequence(model.config), tokens["input_ids"].shape[1]
+    if positions is not None and length + max_new_tokens > positions:
+        step = f"at most {positions - length}" if length < positions else "a shorter prompt"
+        raise DataError(
+            f"`--prompt` has {length} tokens and `--max-new-tokens` is {max_new_tokens}, but "
+            f"{directory} has {positions} positions, beyond which it writes nothing of sense. Give "
+            f"{step}."
+        )
+    tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+    # The changes are measured with few tokens, for which the decoding kernels run: these are the
+    # ones that the text is written with.
+    first = tokens["input_ids"][:, :_FEW]
+    if isinstance(model.get_output_embeddings(), EightBitLinear):
+        print("[a head of 8 bits: it is stored so]")
+    elif eight_bit_head:
+        _change(model, first, "a head of 8 bits", round_head)
+    if eight_bits:
+        if any(isinstance(module, Bitmask4Linear) for module in model.modules()):
+            _change(model, first, "activations of 8 bits", round_activations)
+        else:
+            print("[activations of 8 bits: no layer has four bits, and none is rounded]")
+    missing = None
+    if compiled and text_first:
+        missing = step_to_compile(model, length + max_new_tokens)
+    speed = write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, not missing and compiled)
+    print(f"{speed}\n", flush=True)
+    if missing is not None:
+        print("[Python took each step. Now the step is compiled for the next start, or Ctrl-C.]")
+        compile_step(missing)
+    return speed
+
+
+@torch.no_grad()
+def _change(model: Any, tokens: torch.Tensor, name: str, change: Callable[[Any], object]) -> None:
+    """Change a model, and print the change of the logits of a few tokens."""
+    # Changes are in sequence, so that each error is that of its own change, relative to the model
+    # before it.
+    exact = model(tokens).logits.double()
+    change(model)
+    changed = model(tokens).logits.double()
+    error = float((changed - exact).norm() / exact.norm())
+    agreement = float((changed.argmax(-1) == exact.argmax(-1)).double().mean())
+    print(
+        f"[{name}: logits are off by {error:.2%}, and the likeliest token is the same for "
+        f"{agreement:.0%} of {tokens.shape[1]} tokens]"
+    )

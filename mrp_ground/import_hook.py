@@ -1,0 +1,74 @@
+"""Import a module as soon as another one is imported, so that nobody waits for the latter.
+
+transformers has no discovery of plug-ins, and importing it takes seconds. Its quantizer plug-ins
+are therefore imported by a finder on `sys.meta_path`, which waits for transformers' own table.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def import_after(module: str, follower: str) -> None:
+    """Import `follower` now if `module` has been imported, else right after `module` is.
+
+    A second call with the same names does nothing. `follower` may import `module`, which is whole
+    by then.
+    """
+    if module in sys.modules:
+        import_module(follower)
+    elif _Watch(module, follower) not in sys.meta_path:
+        # In front, since the first finder that knows a module is the last one asked.
+        sys.meta_path.insert(0, _Watch(module, follower))
+
+
+@dataclass(frozen=True)
+class _Watch(MetaPathFinder):
+    """Finder that has a follower imported right after a module."""
+
+    module: str
+    follower: str
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return the specification of the watched module, and `None` for any other."""
+        if fullname != self.module:
+            return None
+        # Those before this finder were asked, and a watch among them asks this one: it would be
+        # without end to ask them again.
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in later)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenFollower(spec.loader, self)
+        return spec
+
+
+class _ThenFollower(Loader):
+    """Loader that runs a module's own loader, then imports the module's follower."""
+
+    def __init__(self, loader: Loader, watch: _Watch) -> None:
+        self.loader, self.watch = loader, watch
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module by its own loader."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module by its own loader; after a failure the next import tries again."""
+        # 1. The module's own loader is restored, so that a reload does not come here.
+        # 2. The watch goes only after success: a failed import leaves it for the next one.
+        # 3. The follower comes last, since it imports the module, which has to be complete.
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        sys.meta_path.remove(self.watch)
+        import_module(self.watch.follower)
