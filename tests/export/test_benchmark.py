@@ -443,7 +443,7 @@ def test_a_model_on_disk_is_measured(packed, as_if_on_cuda, monkeypatch, tmp_pat
         return report
 
     monkeypatch.setattr(comparison, "compare", compare)
-    monkeypatch.setattr("export.benchmark.device_named", lambda _: as_if_on_cuda)
+    monkeypatch.setattr("mrp_lightning.devices.device_named", lambda _: as_if_on_cuda)
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: model)
     capsys.readouterr()
     for arguments in ([packed["packed"]], [packed["packed"], "--out", str(tmp_path / "speed")]):
