@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -129,11 +130,14 @@ class Perplexities:
     def figures(self) -> dict[str, dict[str, float | int]]:
         """Return the perplexity and its conditions, such as the context, for `evaluation.json`.
 
-        Those of `Windows` have the `prefix`, too: the number of tokens before each, not counted.
+        Those of `Windows` have the `prefix`, too: the number of tokens before each, not counted;
+        and the `checksum` (CRC-32) of the tokens, which distinguishes texts of one name.
         """
         figures = {}
         for name, (_, metric), data in zip(self.names, self._metrics, self._data, strict=True):
             if metric.update_called:
-                prefix = {"prefix": data.prefix} if isinstance(data, Windows) else {}
-                figures[name] = {**metric.figures(), **prefix}
+                figures[name] = metric.figures()
+                if isinstance(data, Windows):
+                    ids = data.ids[: figures[name]["windows"]].contiguous()
+                    figures[name] |= {"prefix": data.prefix, "checksum": crc32(ids.numpy().data)}
         return figures

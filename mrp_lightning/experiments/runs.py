@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ _EXPORT = "export_report.json"
 _FORMAT_VERSION = 1
 _BASE_MODEL = "base_model"
 """The argument with the source of the model; sweeps have their own names of models."""
+
+_CALIBRATION = {"calibration": "source", "sequence_length": "sequence_length", "bos": "bos"}
+"""Arguments of the calibration text, by name: the keys in the provenance of a report."""
 
 _NO_LABEL = ("method", "pattern", "sparsity", "bits", "walk")
 """Keys of a report's configuration that the setting includes, or that a run adds by itself."""
@@ -129,8 +133,12 @@ class RunDirectory:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The arguments of the pruning."""
-        return self.report.config if self.report else {}
+        """The arguments of the pruning, and of its calibration text but for the seed."""
+        if self.report is None:
+            return {}
+        data: Mapping[str, Any] = self.report.provenance.get("data") or {}
+        calibration = {name: data[key] for name, key in _CALIBRATION.items() if key in data}
+        return {**self.report.config, **calibration}
 
     @property
     def complete(self) -> bool:
@@ -351,7 +359,7 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
 
     The dense run of a pruned run is the one next to it, or the nearest one in a directory above.
     Without dense runs, models are distinguished by their directories. The runs of a sweep name
-    their model.
+    their model. Runs that were evaluated on different texts of one name are not compared.
     """
     dense = [run for run in runs if run.report is None]
     nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
@@ -375,12 +383,17 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
             names = ", ".join(candidate.name for candidate in near)
             doubts = [f"Several dense models are as near ({names}): there is no “before”."]
         elif base and sum(nearest[other[0]] == near for other in clusters) > 1:
-            doubts = [f"{base.name} stands beside runs of several models: there is no “before”."]
+            several = "runs of several models, or evaluated on several texts of one name"
+            doubts = [f"{base.name} stands beside {several}: there is no “before”."]
+            base = None
+        elif base and not _same_texts(base, cluster[0]):
+            doubts = [f"{base.name} was evaluated on other text: there is no “before”."]
             base = None
         elif not near:
             base = _dense_scores_of(cluster)
         name = _model_name(cluster, base, alone=len(clusters) == 1)
         models.append(ModelRuns(name, base, _groups(cluster), doubts))
+    models = list(_with_different_names(models))
     # Dense models without pruned runs.
     used = {candidate for near in nearest.values() for candidate in near}
     unused = [run for run in dense if run not in used]
@@ -394,12 +407,23 @@ def _home(run: RunDirectory) -> Path:
 
 def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
     """Return a stand-in for the dense run, from the `dense` scores that `prune` stores."""
-    for run in cluster:
-        if run.evaluation.dense:
-            source = run.config.get(_BASE_MODEL)
-            scores = Evaluation(perplexity=run.evaluation.dense, model=source)
-            return RunDirectory(run.directory, f"{run.name}, before", None, scores)
-    return None
+    measured = [run for run in cluster if run.evaluation.dense]
+    if not measured:
+        return None
+    first = measured[0]
+    # Each run has those of its own text; runs of one cluster agree where they share a text.
+    perplexity = {text: of for run in measured for text, of in run.evaluation.dense.items()}
+    scores = Evaluation(perplexity=perplexity, model=first.config.get(_BASE_MODEL))
+    return RunDirectory(first.directory, f"{first.name}, before", None, scores)
+
+
+def _with_different_names(models: Sequence[ModelRuns]) -> Iterator[ModelRuns]:
+    """Yield models, those of one name with their first directory in it."""
+    names = Counter(model.name for model in models)
+    for model in models:
+        alone = names[model.name] == 1 or not model.groups
+        name = model.name if alone else f"{model.name}, {model.groups[0].runs[0].name}"
+        yield replace(model, name=name)
 
 
 def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirectory, ...]:
@@ -424,9 +448,11 @@ def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
 
 
 def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
-    """Return whether layers that a run and the cluster share have equal shapes."""
+    """Return whether layers that a run and the cluster share have equal shapes, and texts agree."""
     if run.finished and cluster[0].finished:
         return run.trial.model == cluster[0].trial.model
+    if not all(_same_texts(run, other) for other in cluster):
+        return False
     shapes = {layer.name: layer.shape for layer in run.layers}
     for other in cluster:
         # Runs may prune different layers, so that only shared ones can disagree. The first run that
@@ -434,6 +460,29 @@ def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
         if shared := [layer for layer in other.layers if layer.name in shapes]:
             return all(shapes[layer.name] == layer.shape for layer in shared)
     return False
+
+
+def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
+    """Return whether texts of one name have one content, and the dense model one perplexity.
+
+    Two finetunings of one model have equal shapes, and two files called test.txt one name.
+    """
+    for text in run.evaluation.perplexity.keys() & other.evaluation.perplexity.keys():
+        scores = [each.evaluation.perplexity[text] for each in (run, other)]
+        # Numbers of windows that differ are a note of the page: one may be the start of the other.
+        if scores[0].get("windows") != scores[1].get("windows"):
+            continue
+        checksums = {of["checksum"] for of in scores if of.get("checksum") is not None}
+        dense = [each.evaluation.dense.get(text, {}).get("perplexity") for each in (run, other)]
+        if len(checksums) > 1 or (
+            dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING)
+        ):
+            return False
+    return True
+
+
+_ROUNDING = 2e-3
+"""Relative: perplexities of one model that differ by other threads, kernels or devices."""
 
 
 def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, alone: bool) -> str:
@@ -459,7 +508,9 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
     alike: dict[str, list[str]] = {}  # by recipe and changed option: the keys of their groups
     for run in runs:
         recipe = json.dumps([run.trial.recipe, str(run.trial.changed)])
-        config = {k: v for k, v in run.config.items() if k != _BASE_MODEL or run.finished is None}
+        # A sweep has its own names of models, and refuses runs with other data.
+        left_out = (_BASE_MODEL, *_CALIBRATION) if run.finished else ()
+        config = {key: value for key, value in run.config.items() if key not in left_out}
         key = recipe + json.dumps([run.complete, run.exported, config], sort_keys=True)
         if key not in groups:
             alike.setdefault(recipe, []).append(key)
@@ -482,7 +533,7 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
 
 def _options(run: RunDirectory) -> dict[str, str]:
     """Return the arguments that may distinguish a run from others of the same setting."""
-    left_out = {*_NO_LABEL, *([_BASE_MODEL] if run.finished else [])}
+    left_out = {*_NO_LABEL, *((_BASE_MODEL, *_CALIBRATION) if run.finished else [])}
     left_out |= set() if has_blocks(str(run.trial.method)) else {"block_size"}
     return {key: plain(value) for key, value in run.config.items() if key not in left_out}
 

@@ -204,7 +204,8 @@ class CausalLM(LightningModule):
         evaluation: The results of the last `test` or `validate`, by text: `perplexity`, `loss`, the
             `context` (the length of the longest window), the numbers of `windows` and of predicted
             `tokens`, and, for the windows of `TextDataModule`, `prefix` (the number of tokens such
-            as BOS before the text in each). A single text without a name is called "text".
+            as BOS before the text in each) and `checksum` (the CRC-32 of the tokens). A single text
+            without a name is called "text".
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.

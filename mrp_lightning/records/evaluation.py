@@ -34,8 +34,9 @@ class Evaluation:
 
     Attributes:
         perplexity: By text: `perplexity`, `loss` (nats a token), `context` (tokens a window),
-            `windows`, `tokens` (that were predicted), and where it is known `prefix` (tokens such
-            as BOS that stood before the text in each window).
+            `windows`, `tokens` (that were predicted), and where they are known `prefix` (tokens
+            such as BOS that stood before the text in each window) and `checksum` (the CRC-32 of the
+            tokens of the windows).
         zeroshot: By task: its metrics as fractions, each with its standard error under
             `<metric>_stderr`, then `samples` and `num_fewshot`, and of a member of a group that
             has scores itself `depth`, the number of such groups around it.

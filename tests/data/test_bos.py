@@ -1,6 +1,7 @@
 """What the tokenizer puts before a text stands before every window, and counts for nothing."""
 
 import json
+from zlib import crc32
 
 import pytest
 import torch
@@ -117,6 +118,8 @@ def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, cap
     assert (found["context"], found["prefix"]) == (length, 2)
     recorded = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert recorded["perplexity"]["text"]["prefix"] == 2
+    tokens = made.evaluation_windows("test").numpy().tobytes()
+    assert recorded["perplexity"]["text"]["checksum"] == crc32(tokens)
     said = f"{found['windows']} windows, BOS before each, {len(losses):,} predicted tokens)"
     assert said in caplog.text
 

@@ -89,6 +89,60 @@ def test_models_of_other_shapes_are_not_mixed(tmp_path, save_run, save_perplexit
     assert "runs of several models" in found[0].doubts[0]
 
 
+def of_text(run, save_run, save_perplexity, *, checksum, dense=None, source="a.txt", seed=0):
+    """Save a run that was calibrated and evaluated on a text of this content."""
+    report = save_run(run, seed=seed)
+    report.provenance["data"] = {"source": source, "sequence_length": 64, "seed": seed}
+    report.save(run)
+    save_perplexity(run, text=8.0)
+    scores = {**read(run).perplexity["text"], "checksum": checksum}
+    before = {"text": {**scores, "perplexity": dense}} if dense else {}
+    record(run, perplexity={"text": scores}, dense=before)
+
+
+def test_runs_on_other_calibration_text_are_no_seeds_of_one_another(
+    tmp_path, save_run, save_perplexity
+):
+    for i, source in enumerate(["a.txt", "a.txt", "b.txt"]):
+        run = tmp_path / f"{i}"
+        of_text(run, save_run, save_perplexity, checksum=7, source=source, seed=i)
+    (model,) = models_of(tmp_path)
+    groups = [(group.label, len(group.runs)) for group in model.groups]
+    assert groups == [("SM, calibration a.txt", 2), ("SM, calibration b.txt", 1)]
+
+
+def test_texts_of_one_name_and_other_content_are_not_compared(tmp_path, save_run, save_perplexity):
+    for name, checksum, dense in (("x", 1, 5.0), ("y", 1, 5.0002), ("z", 2, 6.0)):
+        of_text(tmp_path / name, save_run, save_perplexity, checksum=checksum, dense=dense)
+    one, other = models_of(tmp_path)
+    assert [run.name for group in one.groups for run in group.runs] == ["x", "y"]
+    assert [model.dense.evaluation.perplexity["text"]["perplexity"] for model in (one, other)] == [
+        pytest.approx(5.0, rel=1e-3),
+        6.0,
+    ]
+    assert one.name != other.name
+
+    # A dense run beside them is that of one text at most.
+    shutil.rmtree(tmp_path / "x")
+    shutil.rmtree(tmp_path / "y")
+    save_perplexity(tmp_path / "dense", text=5.0)
+    assert models_of(tmp_path)[0].dense.name == "dense"  # its content is not known
+    scores = {**read(tmp_path / "dense").perplexity["text"], "checksum": 1}
+    record(tmp_path / "dense", perplexity={"text": scores})
+    (model,) = models_of(tmp_path)
+    assert model.dense is None
+    assert "dense was evaluated on other text" in notes(model)[0].text
+
+
+def test_finetunings_of_one_model_are_not_compared(tmp_path, save_run, save_perplexity):
+    for name, dense in (("base", 5.0), ("chat", 7.0)):
+        of_text(tmp_path / name, save_run, save_perplexity, checksum=1, dense=dense)
+    assert [model.name for model in models_of(tmp_path)] == [
+        f"{tmp_path.name}, base",
+        f"{tmp_path.name}, chat",
+    ]
+
+
 def test_several_dense_runs_leave_the_before_open(tmp_path, save_run, save_perplexity):
     save_run(tmp_path / "run")
     for name in ("base", "instruct"):
