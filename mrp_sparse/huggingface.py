@@ -170,7 +170,7 @@ class PackedQuantizer(HfQuantizer):
         return (None if is_offloaded else {**state, NOTE: torch.empty(0)}), {}
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """`save_pretrained` writes the packed tensors as they are."""
+        """Return True: `save_pretrained` writes the packed tensors as they are."""
         return True
 
     @property

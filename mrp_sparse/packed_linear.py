@@ -184,7 +184,7 @@ class PackedLinear(FrozenLinear):
         """Pack a pruned `nn.Linear`, or transformers' `Conv1D`.
 
         Raises:
-            PatternError: Its weight has no form of this kind.
+            PatternError: Its weight does not have the zeros or the shape that the format needs.
             TargetError: The module is of another class.
         """
         if not is_packable(linear):

@@ -62,7 +62,7 @@ def bars() -> Iterator[Track]:
 
 
 def silence_transformers() -> None:
-    """Silence transformers' messages about each file, and its bars without a terminal."""
+    """Silence transformers' messages, and its progress bars if stderr is no terminal."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

@@ -81,7 +81,7 @@ class PackQuantized(IntegerLayout):
     packs_experts = True  # transformers stacks them as it loads, and vLLM reads them one by one
 
     def settings(self, chosen: Integers) -> dict[str, Any]:
-        """Return one scheme for all linear layers but the ignored ones."""
+        """Return the `quantization_config`: one scheme for all linear layers but those ignored."""
         strategy = {"strategy": "channel"}
         if chosen.group_size > 0:
             strategy = {"strategy": "group", "group_size": chosen.group_size}  # type: ignore[dict-item]
@@ -108,7 +108,7 @@ class PackQuantized(IntegerLayout):
         }
 
     def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
-        """Unpack the codes."""
+        """Return the unpacked codes (rows, columns), and the scales (rows, groups)."""
         return _unpack(stored["weight_packed"], bits), stored["weight_scale"]
 
 
@@ -125,7 +125,7 @@ class Gptq(IntegerLayout):
     packs_experts = False
 
     def settings(self, chosen: Integers) -> dict[str, Any]:
-        """Return the settings of all linear layers but the head, and name the layers left dense."""
+        """Return the `quantization_config` of all linear layers but the head and those dense."""
         patterns = [
             *(f"^{re.escape(name)}$" for name in chosen.dense),
             *map(_experts_pattern, chosen.dense_experts),
@@ -170,7 +170,7 @@ class Gptq(IntegerLayout):
         return ScaleType(significant, 2.0**-24, 2.0**15)
 
     def why_not(self, shape: tuple[int, int], bits: int) -> str | None:
-        """Return whether rows or columns leave a word incomplete."""
+        """Return the reason if rows or columns leave a word of 32 bits incomplete, else `None`."""
         each = 32 // bits
         if shape[0] % each == shape[1] % each == 0:
             return None

@@ -208,7 +208,7 @@ def has_number(name: str) -> Rule:
 
 
 def scale_of_queries(blocks_of_largest: int) -> Rule:
-    """Return a rule for Gemma's `query_pre_attn_scalar`, which metadata have no place for.
+    """Return a rule for Gemma's `query_pre_attn_scalar`, which the metadata of GGUF lack.
 
     llama.cpp divides scores by √head_dim, but in models with as many blocks as the largest by
     √(hidden_size / heads).

@@ -261,7 +261,8 @@ class Calibration(_Watch):
         padding: Separates tokens from padding.
         share: Whether layers that read the same tensor share a Hessian. The groups are determined
             in the first batch and checked in all others.
-        pooled: Further experts, whose inputs count only in `pools`.
+        pooled: Further experts, whose tokens are summed up with those of their siblings in
+            `pools`, and get no Hessian of their own.
         paired: Whether each batch is first run by the dense model, within `dense_run`, so that
             groups get a `shift`.
     """
@@ -435,7 +436,13 @@ class Calibration(_Watch):
         return pools
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
-        """Add the tokens of an input, once for the layers of a group that read it."""
+        """Add the tokens of an input, once for all layers that read it.
+
+        Args:
+            layer: A layer that reads the input.
+            x: The input, as the layer gets it.
+            key: Identifies the tensor that is read; `None` if that is unknown.
+        """
         group = self._group_of.get(id(layer))
         if self._is_dense_run:
             if group is None or layer is group.layers[0]:

@@ -94,7 +94,10 @@ class PruningCLI(LightningCLI):
 
     @classmethod
     def of(cls, command: str) -> type["PruningCLI"]:
-        """Return the class with one subcommand alone, if it is one, since each takes its time."""
+        """Return the class with the parser of one subcommand alone; the class for another command.
+
+        Parsers of all subcommands list every class of Lightning, and take seconds to make.
+        """
         commands = cls.subcommands()
         if command not in commands:
             return cls

@@ -100,7 +100,10 @@ _OF_EFFECT = 0.02
 
 
 class BlockTrial:
-    """Checks the first block of each arrangement of parameters; see `_check_block`."""
+    """A check, by a forward, that a block without some units gives what it gives with them zero.
+
+    Of blocks with the same arrangement of parameters, the first is checked.
+    """
 
     def __init__(self, structure: Structure) -> None:
         self._structure, self._seen = structure, set[Hashable]()

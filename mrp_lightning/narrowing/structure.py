@@ -93,7 +93,7 @@ class Remainder(Layer):
         return self.whole.parameter
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """Return the whole parameter, as the layer itself arranges it."""
+        """Return a view (rows, ...) of a tensor that has the shape of the whole parameter."""
         return self.whole.arranged(stored)
 
     @property

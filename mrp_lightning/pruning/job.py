@@ -83,7 +83,7 @@ class Listener:
         return [row for result in self.results for row in result.pruned_rows]
 
     def log(self, text: str) -> None:
-        """Log a message for the user; called seldom."""
+        """Log a message for the user: a few in a run, not one for each layer."""
         log.info("%s", text)
 
     def progress(self, progress: Progress) -> None:

@@ -336,7 +336,9 @@ class PruningReport:
 
     @property
     def recipe(self) -> Recipe:
-        """Return the pattern and the grid of `config`; the method, which they allow, is magnitude.
+        """Return a recipe with the pattern and the grid of `config`, to compare weights with.
+
+        Weights do not show their method: the recipe has magnitude, which every pattern allows.
 
         Raises:
             ArgumentError: No run has such a pattern or grid.

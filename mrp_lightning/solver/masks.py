@@ -137,7 +137,7 @@ class MultipleRemoval(Mask):
             )
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
-        """Compare the joint losses of the current weights."""
+        """Return a chooser by the joint losses of the combinations of each group's weights."""
         pattern, dead = problem.pattern, problem.inputs.dead
         assert isinstance(pattern, SemiStructured), "refused by `check`"
         group, removed = pattern.group, pattern.removed

@@ -108,7 +108,7 @@ class Problem:
         return self.pattern.select(scores, start)
 
     def total(self, share: float) -> float:
-        """Return the sum of a number over all processes; `share` is the number of this process."""
+        """Return the sum over all processes of a number, to which this one contributes `share`."""
         # `fsum` rounds once, so that the sum does not depend on the order of the shares.
         return math.fsum(number for (number,) in self.processes.numbers(share))
 

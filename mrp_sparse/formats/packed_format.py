@@ -59,7 +59,7 @@ class PackedFormat:
         return self.companions[0]
 
     def companion_names(self, weight: str) -> list[str]:
-        """Return the names in a checkpoint of the companions, from the name of the values."""
+        """Return the names of the `companions` in a checkpoint, by the name of the values."""
         return [weight + name.removeprefix("weight") for name in self.companions]
 
 

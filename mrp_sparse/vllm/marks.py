@@ -21,5 +21,5 @@ def is_from_file(tensor: Tensor) -> bool:
 
 
 def as_in_file(tensor: Tensor) -> Tensor:
-    """Return a marked tensor, or the transpose of one, in the shape that the file gives it."""
+    """Return a tensor that was read from a file, or its transpose, in the shape in the file."""
     return tensor if tensor.is_contiguous() else tensor.t()
