@@ -37,7 +37,7 @@ class Failures:
 
     @property
     def tried(self) -> int:
-        """How many hit a file of the command."""
+        """The number of calls that hit a file of the command."""
         return self.refused + self.harmless + len(self.faults)
 
 
