@@ -78,7 +78,7 @@ def _beside_weights(directory: Path) -> list[Path]:
 
 def _checksum(file: Path) -> str:
     status = file.stat()
-    return _checksum_of(file.resolve(), status.st_size, status.st_mtime_ns)
+    return _checksum_of(file, status.st_size, status.st_mtime_ns)
 
 
 @cache  # size and time of change are a part of the key: a file that was replaced is read again

@@ -293,11 +293,12 @@ def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
     """Describe how configuration or files of a run differ from the sweep's; "" if they do not."""
     if run.finished is None:
         return ""
-    configuration = configure(trial, sweep)
-    # Other options name other files, so that these would be told twice.
-    return configuration.difference(run.finished.config) or changes(
-        run.finished.inputs, digests(configuration.config, prunes=trial.method is not None)
-    )
+    configuration, recorded = configure(trial, sweep), run.finished.inputs
+    difference = configuration.difference(run.finished.config)
+    # Other options name other files, which would be a second message on one cause.
+    if difference or not recorded:
+        return difference
+    return changes(recorded, digests(configuration.config, prunes=trial.method is not None))
 
 
 def _lacks(run: RunDirectory, tasks: Sequence[str]) -> bool:
