@@ -83,7 +83,7 @@ class GridParameters:
         return GridParameters(function(self.scales), minima)
 
     def split(self, sizes: list[int]) -> list["GridParameters"]:
-        """Return the parameters of consecutive numbers of rows."""
+        """Split the parameters into those of consecutive ranges of rows, of these sizes."""
         if self.minima is None:
             return [GridParameters(scales) for scales in self.scales.split(sizes)]
         shares = zip(self.scales.split(sizes), self.minima.split(sizes), strict=True)

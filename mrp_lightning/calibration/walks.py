@@ -126,7 +126,7 @@ class WholeModel(Walk):
     name = "whole model"
 
     def output(self, k: int, i: int) -> Any:
-        """Run one batch to the end."""
+        """Run batch i through the whole model, and return its output."""
         return self.finish(k, i)
 
 
