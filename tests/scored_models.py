@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mrp_lightning.experiments.runs import FinishedTrial, ModelRuns, RunDirectory, RunGroup
+from mrp_lightning.experiments.groups import ModelRuns, RunGroup
+from mrp_lightning.experiments.runs import FinishedTrial, RunDirectory
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.records.evaluation import Evaluation
 

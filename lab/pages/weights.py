@@ -9,8 +9,8 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mrp_lightning.experiments.groups import ModelRuns, RunGroup
 from mrp_lightning.experiments.pictures import Part, Scale, draw_lines
-from mrp_lightning.experiments.runs import ModelRuns, RunGroup
 
 log = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ def main(args: list[str]) -> None:
     import lightning.pytorch  # noqa: F401
     from rich.markdown import Markdown
 
+    from mrp_lightning.experiments.groups import find_models
     from mrp_lightning.experiments.running import comparable_runs, make_runs
-    from mrp_lightning.experiments.runs import find_models
     from mrp_lightning.experiments.scores import check_tables, write_tables
     from mrp_lightning.terminal import Console
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.pictures import (
     Part,
@@ -17,7 +18,6 @@ from mrp_lightning.experiments.pictures import (
     draw_map,
     stack_and_number,
 )
-from mrp_lightning.experiments.runs import ModelRuns
 from mrp_lightning.experiments.scores import Table
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.targets.blocks import without_numbers

@@ -20,10 +20,11 @@ from markupsafe import Markup
 
 from mrp_lightning.environment import __version__
 from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.groups import ModelRuns, RunGroup, find_models, plain
 from mrp_lightning.experiments.layers import Layers
 from mrp_lightning.experiments.numbers import MISSING, Write
 from mrp_lightning.experiments.pictures import Part, Picture, Scale, color_of, draw_lines
-from mrp_lightning.experiments.runs import ModelRuns, RunDirectory, RunGroup, find_models, plain
+from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.experiments.scores import (
     RELATIVE_LOSS,
     SECONDS,

@@ -12,8 +12,9 @@ import pandas as pd
 from mrp_lightning.environment import versions
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.numbers import MISSING, Write
-from mrp_lightning.experiments.runs import ModelRuns, RunDirectory
+from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.files import check_output_file, save_ours
 from mrp_lightning.json_files import as_json
 from mrp_lightning.records.evaluation import (

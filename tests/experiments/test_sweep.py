@@ -15,7 +15,8 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.experiments import running
-from mrp_lightning.experiments.runs import find_models, find_runs
+from mrp_lightning.experiments.groups import find_models
+from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.models import gguf
 from mrp_lightning.records.evaluation import read, record
 

@@ -12,7 +12,8 @@ import pytest
 from scored_models import models
 
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.runs import FinishedTrial, RunDirectory, find_models, read_run
+from mrp_lightning.experiments.groups import find_models
+from mrp_lightning.experiments.runs import FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import (
     Score,
     ScoreFrame,

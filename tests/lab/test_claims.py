@@ -8,7 +8,7 @@ from pages.claims import findings
 from pages.parts import results_part
 from scored_models import models
 
-from mrp_lightning.experiments.runs import ModelRuns
+from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.scores import ScoreFrame, markdown
 from mrp_lightning.experiments.trials import ChangedOption, Trial
 

@@ -6,7 +6,8 @@ from page import DocsPage, parts_of
 from pages.peers import NO_PEERS
 from pages.texts import texts_part
 
-from mrp_lightning.experiments.runs import find_models, find_runs
+from mrp_lightning.experiments.groups import find_models
+from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import ScoreFrame
 from mrp_lightning.records.evaluation import record
 

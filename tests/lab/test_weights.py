@@ -9,7 +9,8 @@ pytest.importorskip("matplotlib")
 
 from pages.weights import MAGNITUDES, count_magnitudes, weights_part
 
-from mrp_lightning.experiments.runs import find_models, find_runs
+from mrp_lightning.experiments.groups import find_models
+from mrp_lightning.experiments.runs import find_runs
 
 
 def test_the_sizes_of_kept_and_dense_weights_are_drawn(tmp_path, save_run):

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from mrp_lightning.experiments.groups import find_models
 from mrp_lightning.experiments.page import headline, notes
-from mrp_lightning.experiments.runs import find_models, find_runs
+from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import ScoreFrame
 from mrp_lightning.experiments.trials import METHODS, canonical_method, method_rank
 from mrp_lightning.records.evaluation import read, record
