@@ -1,0 +1,3 @@
+"""Sweeps of a tiny model."""
+
+from small_sweeps import here  # noqa: F401
