@@ -76,6 +76,10 @@ def main() -> None:
     if not options.resume:
         trainer.test(model, datamodule=data(options.text), verbose=False)
         found["evaluation"] = model.evaluation
+        try:
+            prune("first")
+        except Exception as error:
+            found["refused"] = f"{type(error).__name__}: {error}"
     file = options.out / f"{name}-{trainer.global_rank}.json"
     file.write_text(json.dumps(found))
     if options.die:

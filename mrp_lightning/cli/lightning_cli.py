@@ -16,12 +16,13 @@ from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.cli.arguments_given import Argument, arguments_given, is_name
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.text.mixture import ONE_TEXT, exclusive_keys
+from mrp_lightning.upstream.lightning_names import spawns_workers
 from mrp_lightning.upstream.other_names import take_alone
 
 _NO_PRUNING = (
@@ -108,6 +109,28 @@ class PruningCLI(LightningCLI):
                 return {command: commands[command]}
 
         return OneCommand
+
+    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
+        """Make the trainer.
+
+        Raises:
+            OptionError: Lightning refuses arguments that do not fit each other or this machine, or
+                the strategy spawns workers.
+        """
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except ArgumentError:  # one of ours, which explains itself
+            raise
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise OptionError(f"`trainer`: Lightning refuses it: {reason}") from error
+        if spawns_workers(trainer):
+            raise OptionError(
+                "`trainer.strategy`: this one spawns workers with a copy of the command line, "
+                "which cannot be copied. Use `ddp`, which starts the same command once for each "
+                "device."
+            )
+        return trainer
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint's hyperparameters, or raise the reason why they cannot be read."""

@@ -18,7 +18,13 @@ from torch.distributed import PrefixStore
 from torch.distributed import is_initialized as has_group
 
 from mrp_lightning.environment import progress_log
-from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
+from mrp_lightning.errors import (
+    FAILED,
+    DataError,
+    NumericalWarning,
+    ProcessError,
+    StrategyError,
+)
 from mrp_lightning.processes import Processes
 from mrp_lightning.upstream import lightning_names, torch_names
 
@@ -172,6 +178,35 @@ def _exists(process: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+@contextmanager
+def refuse_together(processes: Processes) -> Iterator[None]:
+    """Raise in all processes if this context raises in one of them; a collective call.
+
+    The others would otherwise fail in their next collective, with a traceback about a lost
+    connection that hides the reason. Without a group, each process is alone.
+
+    Raises:
+        ProcessError: Another process raised; the message has its error.
+    """
+    if processes.size == 1 or not has_group():
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    reasons = processes.all(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise ProcessError(
+                f"Process {processes.rank} of {processes.size} ends, because process {rank} "
+                f"refused the run with {reason}"
+            )
 
 
 @contextmanager

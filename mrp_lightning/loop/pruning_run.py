@@ -25,6 +25,7 @@ from mrp_lightning.loop.distributed import (
     fail_together,
     processes_of,
     rank_zero_logging,
+    refuse_together,
     require_whole_models,
 )
 from mrp_lightning.loop.module_parts import (
@@ -219,8 +220,14 @@ class Run:
         Args:
             caller: The name of the callback, for messages.
         """
+        require_whole_models(self.trainer, caller)
+        # Process 0 alone checks the disk, and the others must not go on without it.
+        with refuse_together(processes_of(self.trainer)):
+            self._check(caller)
+
+    def _check(self, caller: str) -> None:
+        """Check this process's module, and the directories if it is process 0."""
         trainer, module = self.trainer, self.module
-        require_whole_models(trainer, caller)
         require_batches(module)
         if trainer.is_global_zero:
             _warn_of_missing_predictions(trainer, module, caller)

@@ -21,6 +21,7 @@ from mrp_lightning.devices import warn_of_unused_gpu
 from mrp_lightning.environment import silence_lightning
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.distributed import require_whole_models
 from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.loading import find_tokenizer
@@ -100,6 +101,8 @@ class Trainer(pl.Trainer):
             DataError: A callback prunes, and there is no data to calibrate on.
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
+            StrategyError: A callback prunes, and the strategy shards the model, or starts workers
+                whose pruned weights would be lost.
         """
         # The class of a compiled module is torch's, and hides the package of the one inside.
         inner = uncompiled(model) if isinstance(model, nn.Module) else model
@@ -109,6 +112,10 @@ class Trainer(pl.Trainer):
                 raise TypeError(f"`{argument}`: expected one of `lightning`. {_got([value])}")
         model = None if model is None else as_lightning_module(model)
         with self._borrow(callbacks), self._explained_memory():
+            # Before workers are started, in which an error would end in tracebacks of all of them.
+            for callback in callbacks_that_prune(self):
+                if callback.report is None or not callback.report.complete:
+                    require_whole_models(self, type(callback).__name__)
             if dataloaders is None and datamodule is None:
                 self._require_data(model)
             return super().predict(

@@ -38,6 +38,15 @@ def works_in_children(trainer: Any) -> bool:
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
+def spawns_workers(trainer: Any) -> bool:
+    """Return whether a trainer's strategy starts new interpreters, to which it pickles itself.
+
+    Seen in Lightning 2.6, whose launchers in interactive sessions fork. Replacement: as of
+    `works_in_children`.
+    """
+    return works_in_children(trainer) and not trainer.strategy.launcher.is_interactive_compatible
+
+
 def strategy_as_given(trainer: Any) -> Any:
     """Return the `strategy` argument of a trainer, a string or an object.
 

@@ -84,6 +84,13 @@ def test_two_processes_give_what_one_gives(killed, given):
     for ours, theirs in zip(saved.parameters(), one.model.parameters(), strict=True):
         assert ((ours == 0) != (theirs == 0)).float().mean() < 1e-2
 
+    # Process 0 alone looks at the directory, which is there by now: the other one has its reason.
+    assert first["refused"].startswith("FileExistsError: `save_dir`: ")
+    assert second["refused"] == (
+        f"ProcessError: Process 1 of 2 ends, because process 0 refused the run with "
+        f"{first['refused']}"
+    )
+
     # No window counts twice in `test`, although the processes have unequal numbers of them.
     trainer.test(one, datamodule=data(text), verbose=False)
     ours, theirs = first["evaluation"]["text"], one.evaluation["text"]

@@ -274,6 +274,13 @@ def test_one_spawned_process_is_refused(llama, quiet):
         MRPCallback(pattern="2:4").setup(trainer, CausalLM(llama()), "predict")
 
 
+def test_no_worker_is_started_to_be_refused(llama, loader, quiet, monkeypatch):
+    trainer = Trainer(strategy="ddp_notebook", devices=2, **quiet)
+    monkeypatch.setattr(type(trainer.strategy.launcher), "launch", None)
+    with pytest.raises(StrategyError, match="'ddp_notebook' runs in workers"):
+        trainer.predict(llama(), loader, callbacks=[MRPCallback(pattern="2:4")])
+
+
 def test_activations_that_are_not_finite(llama, loader, quiet):
     model = llama()
     with torch.no_grad():

@@ -267,6 +267,20 @@ def test_what_lightning_refuses(arguments, capsys):
     assert "limit_predict_batches" in said(arguments, capsys)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("fsdp", "`trainer`: Lightning refuses it: The strategy `fsdp` requires a GPU"),
+        ("ddp_spawn", "`trainer.strategy`: this one spawns workers .* Use `ddp`"),
+        ("ddp_notebook", "'ddp_notebook' runs in workers .* Use strategy='ddp'"),
+    ],
+)
+def test_strategies_that_cannot_prune_are_refused_in_a_line(strategy, reason, arguments, capsys):
+    arguments += [*CALLBACK, "--trainer.callbacks.save_dir=out"]
+    arguments += ["--trainer.devices=2", f"--trainer.strategy={strategy}"]
+    assert re.search(reason, said(arguments, capsys))
+
+
 def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
     """Their folder hides our short name alone, and the message says the long one."""
     (tmp_path / "callbacks").mkdir()
