@@ -8,12 +8,14 @@ and removed.
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +25,6 @@ from trouble.runs import checksum
 UP = 600.0
 """Seconds in which a server has to be up; on a quiet machine it takes thirty."""
 
-_SHARED = Path("/dev/shm")
 _KERNELS = Path(__file__).parents[2] / "mrp_sparse" / "kernels"
 _PROMPT = "def first(items):\n    return"
 
@@ -141,6 +142,15 @@ class Server:
         """Return the processes that load the model; none at first."""
         return [number for number in processes_of(self.process.pid) if _is_engine(number)]
 
+    def shared_blocks(self) -> set[Path]:
+        """Return the blocks of shared memory that its processes have mapped."""
+        blocks = set()
+        for number in processes_of(self.process.pid):
+            with suppress(OSError):  # it has ended
+                maps = Path(f"/proc/{number}/maps").read_text()
+                blocks |= {Path(path) for path in re.findall(r"/dev/shm/\S+$", maps, re.M)}
+        return blocks
+
     def kill(self, *, engine: bool) -> int:
         """Kill the server or its engine, which has to run; return how many processes lived on."""
         os.kill(self.engines()[0] if engine else self.process.pid, signal.SIGKILL)
@@ -163,7 +173,6 @@ def kill_servers(
         The kills so far, after each of them.
     """
     before = state(model)
-    _answer(python, model, room)  # fills caches, without which a start takes longer
     times, expected = _answer(python, model, room)
     by_process = {name: KilledServers(f"{model.name}, {name}") for name in ("server", "engine")}
     for index in range(number):
@@ -208,18 +217,18 @@ def _kill_one(
 
     An engine is killed after a share of the time from its own start, so that it runs.
     """
-    earlier = _shared()
     seconds = share * times.up
     if engine:
         if not server.wait_for_engine(UP):
             raise SystemExit(f"FAILED: no engine in {UP:.0f} s: {server.log.read_text()[-2000:]}")
         seconds = share * (times.up - times.engine)
     server.wait_until_up(seconds)
+    blocks = server.shared_blocks()
     kills.killed += 1
     kills.orphans += server.kill(engine=engine)
-    for file in _shared() - earlier:
-        kills.shared += file.stat().st_size
-        file.unlink()
+    for block in filter(Path.exists, blocks):
+        kills.shared += block.stat().st_size
+        block.unlink()
 
 
 def state(model: Path) -> dict[Path, str]:
@@ -227,8 +236,3 @@ def state(model: Path) -> dict[Path, str]:
     files = [path for path in [*model.rglob("*"), *_KERNELS.iterdir()] if path.is_file()]
     unfinished = dict.fromkeys(_KERNELS.glob(".building-*"), "")
     return {path: checksum(path) for path in files} | unfinished
-
-
-def _shared() -> set[Path]:
-    """Return the blocks of shared memory that vLLM's processes make, by their names."""
-    return {path for kind in ("psm_*", "sem.mp-*", "vllm_*") for path in _SHARED.glob(kind)}

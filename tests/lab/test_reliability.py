@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+import signal
+import time
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -52,6 +54,17 @@ def test_an_error_without_a_file_is_a_fault(command, monkeypatch):
         monkeypatch.setattr(module, "naming", lambda path: nullcontext())
     failures = last(disk.fail(command, 4, random.Random(1)))
     assert any("names no file" in fault for fault in failures.faults)
+
+
+def test_the_moment_of_a_kill_is_one_of_processor_time(tmp_path):
+    child = os.fork()
+    if not child:
+        time.sleep(0.5)  # as beside other work
+        while True:
+            pass
+    end = runs.finish(child, tmp_path / "output.txt", 0.2)
+    assert end.status == -signal.SIGKILL
+    assert end.cpu_seconds >= 0.2
 
 
 def test_a_result_that_is_written_in_its_place_is_half_there_after_a_kill(command, monkeypatch):
