@@ -8,7 +8,7 @@ from shapes import SHAPES, packed_copy, prunable, random_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from export import generate
+from export import continuation, generate
 from export.comparison import Decoder, dense_copy, prefill
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
@@ -149,7 +149,7 @@ def test_generate_writes_the_same_text_on_the_device(second, tmp_path, monkeypat
     capsys.readouterr()
     written = []
     for device in (torch.device("cpu"), second):
-        monkeypatch.setattr(generate, "device_named", lambda _, device=device: device)
+        monkeypatch.setattr(continuation, "device_named", lambda _, device=device: device)
         generate.main([*options, "--prompt", "import os", "--max-new-tokens", "6"])
         lines = capsys.readouterr().out.splitlines()
         written.append([line for line in lines if "tokens" not in line and "On " not in line])

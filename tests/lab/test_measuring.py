@@ -156,10 +156,13 @@ def test_every_part_names_files_that_are_there():
 
 
 @pytest.mark.parametrize("part", ["solver", "walk-bits"])
-def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama):
+def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama, tmp_path):
     small = {"cuda": "cpu", "4096": "64", "128": "2", "2048": "16", "--shape": "--model"}
     small |= {"llama2-7b": str(tiny_llama)}
     command = [small.get(argument, argument) for argument in gpu.PARTS[part]()[0]]
+    if "--model" in command:
+        (tmp_path / "text.txt").write_text("one two three four " * 100)
+        command += ["--text", str(tmp_path / "text.txt")]
     made = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
