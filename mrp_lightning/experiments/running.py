@@ -155,6 +155,12 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
+    if sweep.save_checkpoints and (without := _without_models(finished)):
+        console.print(
+            "Finished without keeping the model, since `save_checkpoints` was false: "
+            f"{', '.join(without)}. Delete these runs to repeat them.",
+            soft_wrap=True,
+        )
     reasons = {
         model: _why_no_model(model, sweep) for model in dict.fromkeys(t.model for t in waiting)
     }
@@ -387,14 +393,18 @@ def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirecto
 
 
 def _check_models_were_saved(sweep: Sweep, runs: Mapping[Trial, RunDirectory]) -> None:
-    lost = [run.name for trial, run in runs.items() if trial.method and not run.weight_bytes]
-    if lost:
+    if lost := _without_models(runs):
         raise OptionError(
             f"`zeroshot`: {len(lost)} finished runs were not evaluated on all of "
             f"{', '.join(sweep.zeroshot)}, and their pruned models were not kept "
             f"(`save_checkpoints` was false): {', '.join(lost)}. Delete these runs in {sweep.out} "
             "to make them again, or name another `out`."
         )
+
+
+def _without_models(runs: Mapping[Trial, RunDirectory]) -> list[str]:
+    """Return the names of the runs whose pruned models were not kept."""
+    return [run.name for trial, run in runs.items() if trial.method and not run.weight_bytes]
 
 
 def _why_no_model(model: str, sweep: Sweep) -> str | None:

@@ -134,6 +134,14 @@ def test_recipes_are_rows_of_the_tables(here):
         run_sweep("--config=recipes.yaml")
 
 
+def test_models_that_were_not_kept_are_named(here, capsys):
+    run_sweep("--only=tiny/50-SM-*-seed0")
+    capsys.readouterr()
+    run_sweep("--only=tiny/50-SM-*-seed0", "--save_checkpoints=true")
+    said = capsys.readouterr().out
+    assert "without keeping the model, since `save_checkpoints` was false: tiny/50-SM" in said
+
+
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
     execute = running.execute
