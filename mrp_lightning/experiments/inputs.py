@@ -32,19 +32,19 @@ def digests(config: Any, *, prunes: bool) -> dict[str, str]:
         return TextDataModule(**config.data.as_dict()).local_files(stage)
 
     inputs: dict[str, Callable[[], Iterable[Path]]] = {
-        "the model": lambda: model_files(config.model),
+        "the model": lambda: _model_files(config.model),
         "the evaluation text": lambda: texts("test"),
     }
     if prunes:
         inputs["the calibration text"] = lambda: texts("predict")
     if config.data.tokenizer is not None:
         inputs["the tokenizer"] = lambda: _beside_weights(Path(config.data.tokenizer).expanduser())
-    digests = {}
+    by_name = {}
     for name, files in inputs.items():
         with suppress(FileNotFoundError, DataError, FormatError, OptionError):
             if checksums := [_checksum(file) for file in files()]:
-                digests[name] = hashlib.sha256("\n".join(checksums).encode()).hexdigest()
-    return digests
+                by_name[name] = hashlib.sha256("\n".join(checksums).encode()).hexdigest()
+    return by_name
 
 
 def changes(recorded: Mapping[str, str], present: Mapping[str, str]) -> str:
@@ -53,7 +53,7 @@ def changes(recorded: Mapping[str, str], present: Mapping[str, str]) -> str:
     return f"other files of {' and '.join(changed)}" if changed else ""
 
 
-def model_files(options: Any) -> list[Path]:
+def _model_files(options: Any) -> list[Path]:
     """Return the files of a model and of its tokenizer, on this machine or in the hub's cache.
 
     Args:

@@ -143,7 +143,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     for trial in waiting:  # files in the way of a directory would be met after the run
         require_writable(sweep.directory(trial), "out")
         if sweep.save_checkpoints and trial.method is not None:
-            check_content(sweep.directory(trial), "out", overwrite=True)
+            check_content(output_path(sweep.directory(trial)), "out", overwrite=True)
     # One trial for each model and varied option: trials that differ otherwise read the same files.
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
         config = configure(trial, sweep).config

@@ -291,9 +291,13 @@ class DatasetText(TextSource):
         arguments = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
         if type(arguments) is not dict:
             return ()
-        names = [arguments.get("path"), *_strings(arguments.get("data_files"))]
-        paths = [Path(name).expanduser() for name in names if isinstance(name, str)]
-        files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+        names = _strings([arguments.get(key) for key in ("path", "data_dir", "data_files")])
+        paths = [Path(name).expanduser() for name in names]
+        # A directory may hold files of any kind, which its builder reads; `_files_of` expands
+        # wildcards, and finds nothing for a name on the hub.
+        files = [
+            f for path in paths for f in (path.rglob("*") if path.is_dir() else _files_of(path))
+        ]
         return sorted(file for file in files if file.is_file())
 
     def _documents(self, split: Split) -> Sequence[str]:
@@ -415,7 +419,7 @@ class PublishedText(TextSource):
 
     def local_files(self, split: Split) -> Sequence[Path]:
         """Return the local copies in `directory`; those from the hub are of a fixed revision."""
-        return [] if self.directory is None else [self.path_of(file) for file in self.files(split)]
+        return [] if self.directory is None else find_files([self], split)
 
     def files(self, split: Split) -> tuple[str, ...]:
         """Return the files of a split, by their paths in the repository."""

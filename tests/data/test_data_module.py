@@ -305,3 +305,20 @@ def test_the_default_window_fits_the_model(tokenizer):
         data.trainer = trainer
         data.setup("predict")
         assert data.calibration_windows().shape == (1, expected)
+
+
+def test_files_on_this_machine_are_listed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/train.jsonl", "data/deep/test.json.gz", "other.jsonl"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    listed = {Path("data/train.jsonl"), Path("data/deep/test.json.gz")}
+    assert {*TextDataModule(dataset="data").local_files("test")} == listed
+    wildcard = {"path": "json", "data_files": {"train": "data/*.jsonl", "test": ["other.jsonl"]}}
+    given = TextDataModule(dataset=wildcard).local_files("predict")
+    assert {*given} == {Path("data/train.jsonl"), Path("other.jsonl")}
+    assert TextDataModule(dataset="someone/corpus").local_files("predict") == []
+    assert TextDataModule(calibration="c4").local_files("predict") == []
+    copies = TextDataModule(calibration="c4", corpora_dir="data")
+    with pytest.raises(FileNotFoundError, match="hf download allenai/c4"):
+        copies.local_files("predict")

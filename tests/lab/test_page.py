@@ -12,27 +12,12 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 pytest.importorskip("matplotlib", reason="pages need the extra `report`")
 
 import page
+from small_sweeps import BASE
 
 from mrp_lightning.commands.main import main
 from mrp_lightning.experiments import numbers
 
 PAGES = Path(__file__).parents[2] / "lab" / "pages"
-BASE = {
-    "data": {
-        "num_samples": 4,
-        "sequence_length": 32,
-        "batch_size": 2,
-        "train_files": ["text.txt"],
-        "eval_files": ["text.txt"],
-    },
-    "trainer": {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "callbacks": [{"class_path": "callbacks.MRPCallback"}],
-    },
-}
 TUNED = {
     "method": "JM",
     "target": "dense",
