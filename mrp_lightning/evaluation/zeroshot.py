@@ -5,6 +5,7 @@ published ones. This module chooses tasks, checks them before any work, and summ
 """
 
 import difflib
+import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DataError, MissingFileError, OptionError
@@ -40,12 +42,18 @@ class Tasks:
     Attributes:
         manager: lm-eval's `TaskManager`.
         loaded: lm-eval's tasks and groups of tasks.
-        names: The names of all tasks, including the members of groups.
+        by_name: All tasks by name, including the members of groups.
     """
 
     manager: Any
     loaded: list[Any]
-    names: tuple[str, ...] = ()
+    by_name: Mapping[str, Any]
+
+    def checksums(self) -> dict[str, int]:
+        """Return the checksum of each task with all of its samples, as `evaluate` records it."""
+        for task in self.by_name.values():
+            task.build_all_requests()
+        return {name: _checksum(task) for name, task in self.by_name.items()}
 
 
 def load_tasks(
@@ -113,7 +121,7 @@ def load_tasks(
             "of the same schema as YAML tasks and name their directory with `include_path`.",
             "tasks",
         )
-    return Tasks(manager, loaded, tuple(tasks))
+    return Tasks(manager, loaded, tasks)
 
 
 def evaluate(
@@ -139,7 +147,8 @@ def evaluate(
         bootstrap_iters: Resamples for the standard errors that have no closed form.
 
     Returns:
-        lm-eval's results, without the samples.
+        lm-eval's results, without the samples, and under `checksums` the CRC-32 of each task's
+        requests: prompts and answers of all samples. It distinguishes tasks of one name.
 
     Raises:
         DataError: The model comes without a tokenizer.
@@ -171,17 +180,18 @@ def evaluate(
             bootstrap_iters=0 if limit == 1 else bootstrap_iters,
             log_samples=False,
         )
-    return results
+    checksums = {name: _checksum(task) for name, task in tasks.by_name.items()}
+    return {**results, "checksums": checksums}
 
 
 def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
-    """Return metrics, standard errors and sizes by task, in the form of `evaluation.json`.
+    """Return metrics, standard errors, sizes and checksums by task, as in `evaluation.json`.
 
     A metric that lm-eval computes after a filter is called `metric,filter`. Members of a group that
     has metrics itself get a `depth`.
     """
     summary: dict[str, Scores] = {}
-    groups = results.get("group_subtasks", {})
+    groups, checksums = results.get("group_subtasks", {}), results.get("checksums", {})
     for task, row in results["results"].items():
         scores: dict[str, float | int | None] = {}
         for key, value in row.items():
@@ -196,12 +206,23 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
             scores["samples"] = samples
         if task in results["n-shot"]:
             scores["num_fewshot"] = results["n-shot"][task]
+        if task in checksums:  # a group has none, nor have results of lm-eval itself
+            scores["checksum"] = checksums[task]
         summary[task] = scores
     depths = {task: _depth(task, groups, summary) for task in summary}
     return {
         task: {**scores, "depth": depths[task]} if depths[task] else scores
         for task, scores in summary.items()
     }
+
+
+def _checksum(task: Any) -> int:
+    """Return the CRC-32 of the requests of a task, which were built before."""
+    value = 0
+    for request in task.instances:
+        parts = [request.doc_id, request.request_type, request.arguments]
+        value = crc32(json.dumps(parts, default=str).encode(), value)
+    return value
 
 
 def _samples(task: str, results: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from mrp_lightning.experiments.runs import CALIBRATION, RunDirectory
 from mrp_lightning.experiments.trials import Trial, has_blocks
 from mrp_lightning.records import report
-from mrp_lightning.records.evaluation import Evaluation
+from mrp_lightning.records.evaluation import Evaluation, Scores
 
 _BASE_MODEL = "base_model"
 """The argument with the source of the model; sweeps have their own names of models."""
@@ -109,7 +109,7 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
 
     The dense run of a pruned run is the one next to it, or the nearest one in a directory above.
     Without dense runs, models are distinguished by their directories. The runs of a sweep name
-    their model. Runs that were evaluated on different texts of one name are not compared.
+    their model. Runs that were evaluated on different texts or tasks of one name are not compared.
     """
     dense = [run for run in runs if run.report is None]
     nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
@@ -133,11 +133,11 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
             names = ", ".join(candidate.name for candidate in near)
             doubts = [f"Several dense models are as near ({names}): there is no “before”."]
         elif base and sum(nearest[other[0]] == near for other in clusters) > 1:
-            several = "runs of several models, or evaluated on several texts of one name"
+            several = "runs of several models, or on several texts or tasks of one name"
             doubts = [f"{base.name} stands beside {several}: there is no “before”."]
             base = None
         elif base and not _same_texts(base, cluster[0]):
-            doubts = [f"{base.name} was evaluated on other text: there is no “before”."]
+            doubts = [f"{base.name} was evaluated on other texts or tasks: there is no “before”."]
             base = None
         elif not near:
             base = _dense_scores_of(cluster)
@@ -213,22 +213,34 @@ def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
 
 
 def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
-    """Return whether texts of one name have one content, and the dense model one perplexity.
+    """Return whether texts and tasks of one name have one content, and the dense model one loss.
 
     Two finetunings of one model have equal shapes, and two files called test.txt one name.
     """
-    for text in run.evaluation.perplexity.keys() & other.evaluation.perplexity.keys():
-        scores = [each.evaluation.perplexity[text] for each in (run, other)]
-        # Numbers of windows that differ are a note of the page: one may be the start of the other.
-        if scores[0].get("windows") != scores[1].get("windows"):
-            continue
+    both = run.evaluation, other.evaluation
+    texts = list(_of_one_size(*(each.perplexity for each in both), "windows"))
+    tasks = list(_of_one_size(*(each.zeroshot for each in both), "samples", "num_fewshot"))
+    for _, scores in [*texts, *tasks]:
         checksums = {of["checksum"] for of in scores if of.get("checksum") is not None}
-        dense = [each.evaluation.dense.get(text, {}).get("perplexity") for each in (run, other)]
-        if len(checksums) > 1 or (
-            dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING)
-        ):
+        if len(checksums) > 1:
+            return False
+    for text, _ in texts:
+        dense = [each.dense.get(text, {}).get("perplexity") for each in both]
+        if dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING):
             return False
     return True
+
+
+def _of_one_size(
+    ours: Mapping[str, Scores], theirs: Mapping[str, Scores], *sizes: str
+) -> Iterator[tuple[str, tuple[Scores, Scores]]]:
+    """Yield the scores of each text or task that two runs share, measured on as many samples.
+
+    Other sizes are a note of the page: one measurement may be on the start of the other's text.
+    """
+    for name in ours.keys() & theirs.keys():
+        if all(ours[name].get(size) == theirs[name].get(size) for size in sizes):
+            yield name, (ours[name], theirs[name])
 
 
 def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, alone: bool) -> str:

@@ -138,7 +138,8 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     tasks = None
     if sweep.zeroshot and (waiting or incomplete):
         tasks = _tasks(sweep)
-        incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
+        _check_same_tasks(sweep, tasks, finished)
+        incomplete = [trial for trial in incomplete if _lacks(finished[trial], [*tasks.by_name])]
         _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
     for trial in waiting:  # files in the way of a directory would be met after the run
         require_writable(sweep.directory(trial), "out")
@@ -237,7 +238,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
     if not (directory / TRIAL).exists():
         execute(trial, sweep, tasks)
     run = read_run(directory, str(trial.directory))
-    if tasks is not None and _lacks(run, tasks.names):
+    if tasks is not None and _lacks(run, [*tasks.by_name]):
         _evaluate_again(trial, sweep, tasks)
         run = read_run(directory, str(trial.directory))
     scores = [f"{row['score']} {row['score'].write(row['value'])}" for row in scores_of(run)]
@@ -389,6 +390,21 @@ def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirecto
         raise OptionError(
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."
+        )
+
+
+def _check_same_tasks(sweep: Sweep, tasks: Tasks, finished: Mapping[Trial, RunDirectory]) -> None:
+    """Raise an `OptionError` if finished runs answered other questions under a task's name."""
+    differing: dict[str, list[str]] = {}
+    for task, checksum in tasks.checksums().items():
+        for run in finished.values():
+            if run.evaluation.zeroshot.get(task, {}).get("checksum", checksum) != checksum:
+                differing.setdefault(task, []).append(run.name)
+    if differing:
+        listed = "; and ".join(f"{task} ({', '.join(runs)})" for task, runs in differing.items())
+        raise OptionError(
+            f"`zeroshot`: {sweep.out} holds runs that were evaluated on other samples or prompts "
+            f"of {listed}. Name another `out`, or delete these runs to repeat them."
         )
 
 

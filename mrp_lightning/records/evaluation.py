@@ -38,8 +38,9 @@ class Evaluation:
             such as BOS that stood before the text in each window) and `checksum` (the CRC-32 of the
             tokens of the windows).
         zeroshot: By task: its metrics as fractions, each with its standard error under
-            `<metric>_stderr`, then `samples` and `num_fewshot`, and of a member of a group that
-            has scores itself `depth`, the number of such groups around it.
+            `<metric>_stderr`, then `samples`, `num_fewshot` and `checksum` (the CRC-32 of all
+            prompts and answers), and of a member of a group that has scores itself `depth`, the
+            number of such groups around it.
         continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
             writes, always with the most likely token.
         similarity: By text, of an encoder or classifier: the mean `cosine` of its outputs before
@@ -110,10 +111,10 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
 
 
 def metrics(scores: Scores) -> Scores:
-    """Return the scores of a task without its sizes and without standard errors."""
+    """Return the metrics of a task: its scores without standard errors, sizes and checksum."""
     # Names of errors come from the metrics, since a metric's own name may end in anything.
     errors = {_stderr(metric) for metric in scores}
-    left_out = errors | {"samples", "num_fewshot", "depth"}
+    left_out = errors | {"samples", "num_fewshot", "checksum", "depth"}
     return {name: value for name, value in scores.items() if name not in left_out}
 
 

@@ -119,7 +119,8 @@ def test_figures_are_those_of_the_models_own_logits(kind, found, checkpoints, ta
         assert figures.pop("num_fewshot") == 0
         for metric, value in metrics.items():
             assert figures.pop(metric) == pytest.approx(value, rel=1e-4), metric
-        assert set(figures) <= {"perplexity_stderr"}  # resampled: no closed form
+        # One is resampled, without a closed form; the other has a test of its own.
+        assert set(figures) <= {"perplexity_stderr", "checksum"}
 
 
 def test_the_samples_tell_metrics_and_models_apart(found, task_documents):
@@ -168,6 +169,22 @@ def test_solved_examples_are_put_before_the_sample(checkpoints, task_directory):
     assert (none["num_fewshot"], one["num_fewshot"]) == (0, 1)
     assert none["samples"] == one["samples"] == 4
     assert none["perplexity"] != one["perplexity"]
+    assert none["checksum"] != one["checksum"]
+
+
+def test_a_checksum_is_that_of_a_tasks_requests(found, tasks, task_directory, tmp_path):
+    by_task = {task: scores["checksum"] for task, scores in found["dense"].items()}
+    assert by_task == {task: scores["checksum"] for task, scores in found["pruned"].items()}
+    assert by_task == tasks.checksums()
+    assert len(set(by_task.values())) == len(TASKS)
+
+    # Another wording of the same samples is another task.
+    shutil.copytree(task_directory, tmp_path / "tasks")
+    path = tmp_path / "tasks" / "continuation.yaml"
+    task = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**task, "target_delimiter": " = "}))
+    again = load_tasks(TASKS, include_path=tmp_path / "tasks").checksums()
+    assert [task for task in TASKS if again[task] != by_task[task]] == ["continuation"]
 
 
 def test_the_mean_takes_the_accuracies_that_papers_report():

@@ -333,6 +333,23 @@ def test_tasks_are_added_to_finished_runs_whose_models_were_kept(here, calls, ca
     assert measured()["SM", "perplexity/text"]["seeds"] == "2"
 
 
+def test_tasks_that_changed_under_their_name_are_refused(here, calls, capsys):
+    run_sweep("--only=tiny/2of4-SM-*-seed0", *calls)
+    samples = Path("samples.json").read_text()
+    Path("samples.json").write_text(samples.replace("value_3", "value_7"))
+    with pytest.raises(SystemExit):
+        run_sweep("--only=tiny/2of4-S[MS]-*-seed0", *calls)
+    message = capsys.readouterr().err
+    assert "other samples or prompts of calls (tiny/dense, tiny/2of4-SM-s128-seed0)" in message
+    assert len(list(Path("out/tiny").iterdir())) == 2
+
+    # As they were, they are the same tasks, whatever the date of their file.
+    Path("samples.json").write_text(samples)
+    run_sweep("--only=tiny/2of4-S[MS]-*-seed0", *calls)
+    scored = {method for method, measure in measured() if measure == "accuracy/calls"}
+    assert scored == {"", "SM", "SS"}
+
+
 def test_tasks_cannot_be_added_where_the_model_was_not_kept(here, calls, capsys):
     run_sweep("--only=tiny/2of4-SM-*-seed0")
     with pytest.raises(SystemExit):

@@ -136,6 +136,16 @@ def test_texts_of_one_name_and_other_content_are_not_compared(tmp_path, save_run
     assert "dense was evaluated on other text" in notes(model)[0].text
 
 
+def test_tasks_of_one_name_and_other_samples_are_not_compared(tmp_path, save_run, save_perplexity):
+    for name, checksum, samples in (("x", 1, 400), ("y", 2, 400), ("z", 3, 50)):
+        save_run(tmp_path / name)
+        scores = {"acc": 0.5, "samples": samples, "num_fewshot": 0, "checksum": checksum}
+        record(tmp_path / name, zeroshot={"piqa": scores})
+    # 50 samples may be the first of the 400: the table shows their number.
+    groups = [[run.name for run in model.runs] for model in models_of(tmp_path)]
+    assert groups == [["x", "z"], ["y"]]
+
+
 def test_finetunings_of_one_model_are_not_compared(tmp_path, save_run, save_perplexity):
     for name, dense in (("base", 5.0), ("chat", 7.0)):
         of_text(tmp_path / name, save_run, save_perplexity, checksum=1, dense=dense)
