@@ -176,8 +176,6 @@ class ExactCompensation:
 
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
         """Run Algorithm 1, and then solve for its whole removed set."""
-        dtype = problem.weight.dtype
-        problem = _in_sufficient_precision(problem)
         weight, iterations = problem.weight, 0
         choose = mask.bind(problem, problem.inverse_blocks)
         if problem.block_size == weight.shape[1]:
@@ -186,21 +184,20 @@ class ExactCompensation:
             x = weight.masked_fill(pruned, 0)
         else:
             x, pruned, iterations = _block_by_block(problem, choose)
-        return self._finish(problem, x, pruned, dtype, iterations)
+        return self._finish(problem, x, pruned, iterations)
 
     def improve(self, problem: Problem, start: Compensated) -> Compensated:
         """Bring the kept weights of a compensation to the optimum for what it has removed."""
-        dtype = problem.weight.dtype
-        problem = _in_sufficient_precision(problem)
         # Contiguous, as all tensors of the iteration are: a column sweep's result is transposed.
-        x = start.weight.masked_fill(start.pruned, 0).to(problem.weight.dtype).contiguous()
-        return self._finish(problem, x, start.pruned.contiguous(), dtype, 0)
+        x = start.weight.masked_fill(start.pruned, 0).contiguous()
+        return self._finish(problem, x, start.pruned.contiguous(), 0)
 
-    def _finish(
-        self, problem: Problem, x: Tensor, pruned: Tensor, dtype: torch.dtype, iterations: int
-    ) -> Compensated:
+    def _finish(self, problem: Problem, x: Tensor, pruned: Tensor, iterations: int) -> Compensated:
         """Solve for the removed set from x, after `iterations` so far."""
+        dtype = problem.weight.dtype
         tolerance = self.tolerance or (1e-4 if problem.result_dtype.itemsize == 2 else 1e-6)
+        problem = _in_sufficient_precision(problem)
+        x = x.to(problem.weight.dtype)
         steps, gap = _solve(problem, x, pruned, tolerance, dtype, iterations)
         return Compensated(x.to(dtype), pruned, steps, gap)
 
@@ -279,7 +276,8 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
             weights = weight[:, lead], x[:, lead], gradient[:, lead], pruned[:, lead]
             thorough = number <= renewal or number % renewal == 0
             matrices = schur[lead, lead], inverse[lead, lead]
-            iterations += _approach(*weights, *matrices, thorough=thorough)
+            delicate = damped.delicate[damped.delicate < stop]
+            iterations += _approach(*weights, *matrices, delicate, thorough=thorough)
             problem.progress(f"columns {stop}/{columns}")
     return x, pruned, iterations
 
@@ -291,6 +289,7 @@ def _approach(
     pruned: Tensor,
     matrix: Tensor,
     inverse: Tensor,
+    delicate: Tensor,
     *,
     thorough: bool,
 ) -> int:
@@ -306,8 +305,9 @@ def _approach(
        no lower, it starts again in full.
     """
     rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
-    product = rounded_product if rounds else full_product
-    products = product(matrix), product(inverse)
+    products = full_product(matrix), full_product(inverse)
+    if rounds:
+        products = rounded_product(matrix, delicate), rounded_product(inverse, delicate)
 
     def approach(rows: slice) -> int:
         # x and the gradient are updated in place; `start` allows to undo that.

@@ -176,6 +176,8 @@ class HessianAccumulator(TokenSum):
 # The first two bound the inflation of `_factorise`: 1e4 turns ε = 2⁻²³ into about 1e-3.
 _FLOAT32_SUFFICES = 1e4
 _BFLOAT16_HELPS = 1024
+_DELICATE, _FEW = 64, 64
+"""The least inflation of a delicate column, and the columns of which one may be delicate."""
 _MANY_COLUMNS = 512
 _FACTOR_PANEL = 256
 """Columns that are factorised at a time on a CPU."""
@@ -194,9 +196,12 @@ class DampedHessian:
 
     Attributes:
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
-        float32_suffices: Whether iterations in float32 can be trusted with this matrix.
-        bfloat16_helps: Whether iterations with products rounded to bfloat16 still converge towards
-            the solution, and columns are so many that products dominate the time.
+        float32_suffices: Whether iterations in float32 can be trusted to the last digits.
+        delicate: The few columns whose products bfloat16 spoils most, (n,): a token with massive
+            activations makes them nearly multiples of one another.
+        bfloat16_helps: Whether iterations with products rounded to bfloat16 in all other columns
+            still converge towards the solution, and columns are so many that products dominate the
+            time.
 
     Raises:
         _NotPositiveDefiniteError: The matrix is not positive definite within its precision.
@@ -210,8 +215,12 @@ class DampedHessian:
         self.damping_used = ratio * mean_diagonal
         # At once, since its failure is the signal by which `InputHessian` raises λ.
         self.factor, inflation = self._factorise()
-        self.float32_suffices = inflation <= _FLOAT32_SUFFICES
-        self.bfloat16_helps = inflation <= _BFLOAT16_HELPS and self.columns >= _MANY_COLUMNS
+        self.float32_suffices = float(inflation.max()) <= _FLOAT32_SUFFICES
+        worst = inflation.topk(self.columns // _FEW)
+        self.delicate = worst.indices[worst.values > _DELICATE].sort().values
+        rest = inflation.index_fill(0, self.delicate, 0)
+        helps = float(rest.max()) <= _BFLOAT16_HELPS
+        self.bfloat16_helps = helps and self.columns >= _MANY_COLUMNS
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -289,10 +298,10 @@ class DampedHessian:
             matrix.diagonal()[self._dead] = self.damping_used or self._mean_diagonal
         return matrix
 
-    def _factorise(self) -> tuple[Tensor, float]:
-        """Compute U, and the inflation of rounding errors in iterations with the matrix.
+    def _factorise(self) -> tuple[Tensor, Tensor]:
+        """Compute U, and the inflation of rounding errors by each column, (columns,).
 
-        The inflation is max_j H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that
+        The inflation is H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that
         the others explain. It does not change with the scale of inputs, unlike the condition
         number, which one large channel makes huge and harmless. If float32 fails, float64 may still
         give the factor.
@@ -314,8 +323,9 @@ class DampedHessian:
             if lower is not None:
                 identity = torch.eye(self.columns, dtype=dtype, device=lower.device)
                 factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-                inflation = float((diagonal * factor.square().sum(0)).max())
-                if inflation <= (_FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision):
+                inflation = diagonal * factor.square().sum(0)
+                largest = _FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision
+                if float(inflation.max()) <= largest:
                     return factor.to(self.dtype), inflation
         raise _NotPositiveDefiniteError(
             f"H + {self.damping_used:g}·I is not positive definite in {self.dtype}."

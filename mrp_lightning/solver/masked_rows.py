@@ -94,8 +94,7 @@ class MaskedRows:
            exact gradient, as in iterative refinement.
         """
         iterations = 0
-        narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
-        rounds = narrow and self.damped.bfloat16_helps
+        rounds = has_bfloat16_units(self.x.device) and self.damped.bfloat16_helps
         # Factorising a row of n kept columns costs n³ multiply-adds up to a constant, an iteration
         # columns² a row: so many iterations are worth as much.
         patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
@@ -122,7 +121,7 @@ class MaskedRows:
         Rounded products are good for about three digits of the energy at the start of a round.
         Returns the number of iterations.
         """
-        times_matrix = rounded_product(self.damped.matrix)
+        times_matrix = rounded_product(self.damped.matrix, self.damped.delicate)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
         energy = float(descent.energies().sum())
         while energy > (goal := tolerance * self.loss / 2):

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.compensations import _GAP_BETWEEN_BLOCKS
-from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, LowRankModel, full_product
+from mrp_lightning.solver.conjugate_gradients import (
+    ConjugateGradients,
+    LowRankModel,
+    full_product,
+    rounded_product,
+)
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masked_rows import MaskedRows
 
@@ -305,7 +310,7 @@ def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monk
     units(monkeypatch, False)
     expected = prune_weight(weight, hessian, block_size=16, pattern="2:4")
 
-    def wrong(matrix):
+    def wrong(matrix, delicate):
         opposed = matrix.flip(0)
         return lambda left, out: torch.mm(left, opposed @ opposed.T, out=out)
 
@@ -360,8 +365,76 @@ def test_rounding_is_not_tried_where_it_is_inflated_or_saves_nothing(truth):
     inputs = torch.randn(1500, 1024, generator=generator)
     assert InputHessian(truth.hessian_of(inputs).float()).damped(0.01).bfloat16_helps
     assert not InputHessian(truth.hessian_of(inputs[:, :511]).float()).damped(0.01).bfloat16_helps
-    inputs[:, 1] = inputs[:, 0] + 0.02 * inputs[:, 1]
-    assert not InputHessian(truth.hessian_of(inputs).float()).damped(1e-4).bfloat16_helps
+    for pairs, helps in ((8, True), (9, False)):
+        inputs[:, :pairs] = inputs[:, -pairs:] + 0.02 * inputs[:, :pairs]
+        damped = InputHessian(truth.hessian_of(inputs).float()).damped(1e-4)
+        assert damped.bfloat16_helps == helps
+        assert damped.delicate.tolist() == [*range(8), *range(1016, 1024)] or not helps
+
+
+def massive(inputs, columns, scale):
+    """Return inputs (tokens, features) whose first token is huge in some features.
+
+    As in the second block of many models: one token, with the same few massive activations. Of such
+    features each explains the others, but for what the other tokens differ.
+    """
+    inputs = inputs.double().clone()
+    inputs[0, columns] = scale * torch.linspace(1, 2, len(columns), dtype=torch.float64)
+    return inputs
+
+
+def test_delicate_columns_are_multiplied_in_full(problem, truth):
+    _, inputs = problem(rows=2, columns=96)
+    matrix = truth.damped(truth.hessian_of(massive(inputs, [5, 40, 41], 1e4)))
+    left = torch.randn(7, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    left[:, 40] = -left[:, 5] * matrix[5, 5] / matrix[40, 5]  # the two terms cancel
+    for dtype, precision in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
+        narrow, delicate = matrix.to(dtype), torch.tensor([5, 40, 41])
+        found, scale = torch.empty(7, 96, dtype=dtype), left.abs() @ matrix.abs()
+        rounded_product(narrow, delicate)(left.to(dtype), found)
+        errors = (found.double() - left @ matrix).abs()
+        assert float((errors / scale)[:, delicate].max()) < precision
+        # Elsewhere only the products with the other columns are rounded.
+        others = matrix.clone()
+        others[delicate] = 0
+        bound = 0.01 * (left.abs() @ others.abs()) + precision * scale
+        errors[:, delicate] = 0
+        assert bool((errors <= bound).all())
+        rounded_product(narrow)(left.to(dtype), found)
+        assert float((found.double() - left @ matrix)[:, 5].abs().max()) > 100 * float(errors.max())
+
+
+@pytest.mark.parametrize("are_there", [True, False])
+@pytest.mark.parametrize("arguments", [{"pattern": (2, 4)}, {"sparsity": 0.6}])
+def test_massive_activations_are_solved_in_float64_at_the_end_alone(
+    problem, truth, monkeypatch, arguments, are_there
+):
+    weight, inputs = problem(rows=24, columns=256, seed=6)
+    hessian = truth.hessian_of(massive(inputs, [5, 40, 41, 200], 1e3))
+    units(monkeypatch, are_there)
+    damped = InputHessian(hessian.float()).damped(1e-3)
+    assert not damped.float32_suffices
+    assert damped.bfloat16_helps
+    dtypes, rounds = [], []
+    step, descend = ConjugateGradients.step, MaskedRows._descend_rounded
+
+    def recorded(descent, energies):
+        dtypes.append(descent._x.dtype)
+        step(descent, energies)
+
+    monkeypatch.setattr(ConjugateGradients, "step", recorded)
+    monkeypatch.setattr(
+        MaskedRows, "_descend_rounded", lambda *given: rounds.append(descend(*given)) or rounds[-1]
+    )
+    best, _ = truth.algorithm_1(weight, truth.damped(hessian, 1e-3), 16, **arguments)
+    given = {"pattern": "2:4"} if "pattern" in arguments else arguments
+    solution = prune_weight(weight, hessian.float(), block_size=16, damping=1e-3, **given)
+    assert solution.loss <= 1.01 * truth.loss(best, weight, hessian)
+    assert true_gap(truth, solution, weight, truth.damped(hessian.float(), 1e-3)) <= 1e-5
+    # Float32 chooses the mask; float64 solves for it, by rounded products first.
+    assert dtypes == sorted(dtypes, key=[torch.float32, torch.float64].index)
+    assert set(dtypes) == {torch.float32, torch.float64}
+    assert (len(rounds) > 0 and rounds[0] > 0) == are_there
 
 
 @pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}, {"sparsity": 0.97}])
