@@ -217,30 +217,30 @@ def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
 
     Two finetunings of one model have equal shapes, and two files called test.txt one name.
     """
-    both = run.evaluation, other.evaluation
-    texts = list(_of_one_size(*(each.perplexity for each in both), "windows"))
-    tasks = list(_of_one_size(*(each.zeroshot for each in both), "samples", "num_fewshot"))
+    first, second = run.evaluation, other.evaluation
+    texts = list(_of_one_size(first.perplexity, second.perplexity, "windows"))
+    tasks = list(_of_one_size(first.zeroshot, second.zeroshot, "samples", "num_fewshot"))
     for _, scores in [*texts, *tasks]:
         checksums = {of["checksum"] for of in scores if of.get("checksum") is not None}
         if len(checksums) > 1:
             return False
     for text, _ in texts:
-        dense = [each.dense.get(text, {}).get("perplexity") for each in both]
+        dense = [each.dense.get(text, {}).get("perplexity") for each in (first, second)]
         if dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING):
             return False
     return True
 
 
 def _of_one_size(
-    ours: Mapping[str, Scores], theirs: Mapping[str, Scores], *sizes: str
+    first: Mapping[str, Scores], second: Mapping[str, Scores], *sizes: str
 ) -> Iterator[tuple[str, tuple[Scores, Scores]]]:
     """Yield the scores of each text or task that two runs share, measured on as many samples.
 
     Other sizes are a note of the page: one measurement may be on the start of the other's text.
     """
-    for name in ours.keys() & theirs.keys():
-        if all(ours[name].get(size) == theirs[name].get(size) for size in sizes):
-            yield name, (ours[name], theirs[name])
+    for name in first.keys() & second.keys():
+        if all(first[name].get(size) == second[name].get(size) for size in sizes):
+            yield name, (first[name], second[name])
 
 
 def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, alone: bool) -> str:
