@@ -7,6 +7,7 @@ optimum for its mask.
 
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
@@ -241,7 +242,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
     """
     weight, damped = problem.weight, problem.damped
     columns, iterations, solved = weight.shape[1], 0, 0
-    inverse = damped.inverse
+    inverse, places = damped.inverse, damped.delicate.tolist()
     pruned = torch.zeros_like(weight, dtype=torch.bool)
     x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
     schur = torch.zeros_like(damped.matrix)  # G
@@ -276,7 +277,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
             weights = weight[:, lead], x[:, lead], gradient[:, lead], pruned[:, lead]
             thorough = number <= renewal or number % renewal == 0
             matrices = schur[lead, lead], inverse[lead, lead]
-            delicate = damped.delicate[damped.delicate < stop]
+            delicate = damped.delicate[: bisect_left(places, stop)]
             iterations += _approach(*weights, *matrices, delicate, thorough=thorough)
             problem.progress(f"columns {stop}/{columns}")
     return x, pruned, iterations

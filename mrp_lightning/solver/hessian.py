@@ -215,11 +215,14 @@ class DampedHessian:
         self.damping_used = ratio * mean_diagonal
         # At once, since its failure is the signal by which `InputHessian` raises λ.
         self.factor, inflation = self._factorise()
-        self.float32_suffices = float(inflation.max()) <= _FLOAT32_SUFFICES
-        worst = inflation.topk(self.columns // _FEW)
-        self.delicate = worst.indices[worst.values > _DELICATE].sort().values
-        rest = inflation.index_fill(0, self.delicate, 0)
-        helps = float(rest.max()) <= _BFLOAT16_HELPS
+        # One transfer from the device: the columns of largest inflation, and that of the rest.
+        few = self.columns // _FEW
+        worst = inflation.topk(few + 1)
+        inflations = worst.values.tolist()
+        number = sum(value > _DELICATE for value in inflations[:few])
+        self.float32_suffices = inflations[0] <= _FLOAT32_SUFFICES
+        self.delicate = worst.indices[:number].sort().values
+        helps = inflations[number] <= _BFLOAT16_HELPS
         self.bfloat16_helps = helps and self.columns >= _MANY_COLUMNS
 
     @cached_property
