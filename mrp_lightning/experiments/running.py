@@ -4,7 +4,7 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
@@ -139,7 +139,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     if sweep.zeroshot and (waiting or incomplete):
         tasks = _tasks(sweep)
         _check_same_tasks(sweep, tasks, finished)
-        incomplete = [trial for trial in incomplete if _lacks(finished[trial], [*tasks.by_name])]
+        incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.by_name)]
         _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
     for trial in waiting:  # files in the way of a directory would be met after the run
         require_writable(sweep.directory(trial), "out")
@@ -238,7 +238,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
     if not (directory / TRIAL).exists():
         execute(trial, sweep, tasks)
     run = read_run(directory, str(trial.directory))
-    if tasks is not None and _lacks(run, [*tasks.by_name]):
+    if tasks is not None and _lacks(run, tasks.by_name):
         _evaluate_again(trial, sweep, tasks)
         run = read_run(directory, str(trial.directory))
     scores = [f"{row['score']} {row['score'].write(row['value'])}" for row in scores_of(run)]
@@ -308,7 +308,7 @@ def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
     return changes(recorded, digests(configuration.config, prunes=trial.method is not None))
 
 
-def _lacks(run: RunDirectory, tasks: Sequence[str]) -> bool:
+def _lacks(run: RunDirectory, tasks: Collection[str]) -> bool:
     """Return whether a run was not evaluated on all tasks."""
     return not set(tasks) <= run.evaluation.zeroshot.keys()
 

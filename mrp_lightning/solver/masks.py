@@ -285,8 +285,6 @@ class Joint(Mask):
             # Only (H + σI)⁻¹ needs float64: σ may be below float32's errors in H. The steps take σ
             # times it, whose eigenvalues are at most 1, for which float32 suffices.
             damped = damped.double
-            if problem.result_dtype != torch.float64:
-                weight = weight.float()
         scale = damped.matrix.diagonal().sqrt()
         matrix = damped.matrix / scale[:, None] / scale
         search = _JointSearch(problem, weight * scale.to(weight.dtype), matrix)
