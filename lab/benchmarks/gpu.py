@@ -79,10 +79,20 @@ def phase(target: str, tokens: list[int], **options: int) -> list[Command]:
 
 def backends() -> list[Command]:
     """Return the commands of whole models on the tensors of torch and torchao, in both phases."""
+    options: dict[str, object] = {"target": "both", "layer_tokens": [], "compile_mode": None}
     return [
-        speed(shape, "backends", target="both", layer_tokens=[], backend=backend)
+        speed(shape, "backends", backend=backend, **options)
         for shape in SHAPES[:2]
         for backend in BACKENDS
+    ]
+
+
+def compiled() -> list[Command]:
+    """Return the commands of whole models that `torch.compile` compiles, which takes minutes."""
+    options: dict[str, object] = {"target": "decode", "layer_tokens": [], "prompt_tokens": 128}
+    return [
+        speed("llama2-7b", "compiled", backend=backend, **options)
+        for backend in ("auto", "torchao")
     ]
 
 
@@ -104,6 +114,7 @@ PARTS: dict[str, Callable[[], list[Command]]] = {
     "tests": tests,
     "backends": backends,
     "decode": partial(phase, "decode", [1, 4, 16], prompt_tokens=128),
+    "compiled": compiled,
     "solver": solver,
     **{f"walk-{name}": partial(walk, methods) for name, methods in WALKS.items()},
     "prefill": partial(phase, "prefill", [256, 2048, 8192]),

@@ -162,7 +162,7 @@ def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama, 
     command = [small.get(argument, argument) for argument in gpu.PARTS[part]()[0]]
     if "--model" in command:
         (tmp_path / "text.txt").write_text("one two three four " * 100)
-        command += ["--text", str(tmp_path / "text.txt")]
+        command += ["--text", str(tmp_path / "text.txt"), "--blocks", "1"]
     made = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

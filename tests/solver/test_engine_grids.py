@@ -85,15 +85,15 @@ def test_any_codes_and_scales_are_read_back(name, dtype, seed):
 def test_any_codes_and_scales_with_units_are_read_back(dtype, seed):
     """Units and steps at random: the largest weights need not have the largest of either."""
     grid, generator = GRIDS["q3_k"], torch.Generator().manual_seed(seed)
-    codes = torch.randint(-4, 4, (6, 512), generator=generator)
-    units = torch.rand(6, 2, generator=generator).mul(8).sub(12).exp2().half().float()
-    units *= torch.randint(2, (6, 2), generator=generator) * 2 - 1
-    steps = torch.randint(-32, 32, (6, 32), generator=generator)
+    codes = torch.randint(-4, 4, (3, 512), generator=generator)
+    units = torch.rand(3, 2, generator=generator).mul(8).sub(12).exp2().half().float()
+    units *= torch.randint(2, (3, 2), generator=generator) * 2 - 1
+    steps = torch.randint(-32, 32, (3, 32), generator=generator)
     weight = product(codes, steps * units.repeat_interleave(16, 1), grid).to(dtype)
     assert torch.equal(product(*grid.decompose(weight), grid).to(dtype), weight)
-    weight[2, 300] *= 1.2  # between two steps of any group
+    weight[1, 300] *= 1.2  # between two steps of any group
     fits = grid.fit(weight)[2]
-    assert fits.all(1).tolist() == [True, True, bool(weight[2, 300] == 0), True, True, True]
+    assert fits.all(1).tolist() == [True, bool(weight[1, 300] == 0), True]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "iq4_nl"])
