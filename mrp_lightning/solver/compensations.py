@@ -245,7 +245,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
     inverse, places = damped.inverse, damped.delicate.tolist()
     pruned = torch.zeros_like(weight, dtype=torch.bool)
     x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
-    schur = torch.zeros_like(damped.matrix)  # G
+    schur = torch.zeros_like(inverse)  # G
     # Each approach starts from the one before it, so that a thorough one makes up for brief
     # ones. The first few are small, and show early whether rounded products lead to the
     # optimum.

@@ -19,6 +19,7 @@ from mrp_lightning.solver.arithmetic import (
     warn_of_slow_float64,
 )
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
+from mrp_lightning.solver.triangular import factor_of_inverse, inverse_from, make_symmetric
 
 _PANEL = 512
 """Columns of a panel, whose products with themselves and all columns before are summed at once."""
@@ -179,8 +180,6 @@ _BFLOAT16_HELPS = 1024
 _DELICATE, _FEW = 64, 64
 """The least inflation of a delicate column, and the columns of which one may be delicate."""
 _MANY_COLUMNS = 512
-_FACTOR_PANEL = 256
-"""Columns that are factorised at a time on a CPU."""
 
 
 class _NotPositiveDefiniteError(HessianError):
@@ -196,6 +195,10 @@ class DampedHessian:
 
     Attributes:
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
+        inflation: The factor H_jj [H⁻¹]_jj by which each column inflates rounding errors,
+            (columns,), at least 1. It is 1 / (1 − R²_j), R²_j being the share of input j that the
+            others explain. It does not change with the scale of inputs, unlike the condition
+            number, which one large channel makes huge and harmless.
         float32_suffices: Whether iterations in float32 can be trusted to the last digits.
         delicate: The few columns whose products bfloat16 spoils most, (n,): a token with massive
             activations makes them nearly multiples of one another.
@@ -207,17 +210,19 @@ class DampedHessian:
         _NotPositiveDefiniteError: The matrix is not positive definite within its precision.
     """
 
-    def __init__(self, hessian: Tensor, dead: Tensor, mean_diagonal: float, ratio: float) -> None:
+    def __init__(
+        self, hessian: Tensor, dead: Tensor, mean_diagonal: float, ratio: float, dtype: torch.dtype
+    ) -> None:
         self._hessian, self._dead, self._mean_diagonal = hessian, dead, mean_diagonal
-        self.dtype = torch.float64 if hessian.dtype == torch.float64 else torch.float32
+        self.dtype = dtype
         self.columns = hessian.shape[0]
         self.ratio = ratio
         self.damping_used = ratio * mean_diagonal
         # At once, since its failure is the signal by which `InputHessian` raises λ.
-        self.factor, inflation = self._factorise()
+        self.factor, self.inflation = self._factorise()
         # One transfer from the device: the columns of largest inflation, and that of the rest.
         few = self.columns // _FEW
-        worst = inflation.topk(few + 1)
+        worst = self.inflation.topk(few + 1)
         inflations = worst.values.tolist()
         number = sum(value > _DELICATE for value in inflations[:few])
         self.float32_suffices = inflations[0] <= _FLOAT32_SUFFICES
@@ -228,19 +233,12 @@ class DampedHessian:
     @cached_property
     def matrix(self) -> Tensor:
         """H + λI, exactly symmetric, (columns, columns)."""
-        return self._matrix(self.dtype)
+        return self.matrix_in(self.dtype)
 
     @cached_property
     def inverse(self) -> Tensor:
         """(H + λI)⁻¹, (columns, columns)."""
-        # [UᵀU]_ij sums over k ≤ min(i, j), since U is triangular, and is symmetric: row panels from
-        # the diagonal on take a sixth of the multiplications of the whole product.
-        inverse = torch.empty_like(self.factor)
-        for start, stop in split_range(0, self.columns, _PANEL):
-            panel = self.factor[:stop, start:stop].T @ self.factor[:stop, start:]
-            inverse[start:stop, start:] = panel
-            inverse[start:, start:stop] = panel.T
-        return inverse
+        return inverse_from(self.factor)
 
     @cached_property
     def residual_rounding(self) -> float:
@@ -249,7 +247,7 @@ class DampedHessian:
         Each r_j has an independent error of about ε·‖v‖·‖H_:j‖, with ε the precision of products.
         """
         # Errors are independent, so that Σ_j e_j²·[H⁻¹]_jj is the expectation: the rest cancels.
-        inverse_diagonal = self.factor.square().sum(0)
+        inverse_diagonal = self.inflation / self.matrix.diagonal()
         norms = torch.linalg.vector_norm(self.matrix, dim=0)
         return torch.finfo(self.dtype).eps ** 2 * float((norms.square() * inverse_diagonal).sum())
 
@@ -266,8 +264,12 @@ class DampedHessian:
         """The same matrix in float64, for refinement and for float64 weights."""
         if self.dtype == torch.float64:
             return self
-        hessian = self._hessian.double()
-        return DampedHessian(hessian, self._dead, self._mean_diagonal, self.ratio)
+        # The float32 matrices have served, as a rule: together they are as large as one in float64.
+        for name in ("matrix", "inverse"):
+            self.__dict__.pop(name, None)
+        return DampedHessian(
+            self._hessian, self._dead, self._mean_diagonal, self.ratio, torch.float64
+        )
 
     def inverse_blocks(self, width: int) -> Tensor:
         """Return the diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
@@ -289,10 +291,11 @@ class DampedHessian:
         corners = corners.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
         return corners.mT @ corners
 
-    def _matrix(self, dtype: torch.dtype) -> Tensor:
-        matrix = self._hessian.to(dtype)
+    def matrix_in(self, dtype: torch.dtype) -> Tensor:
+        """Return a new H + λI, exactly symmetric, (columns, columns), in float32 or float64."""
+        matrix = self._hessian.to(dtype, copy=True)
         # `InputHessian` accepts an asymmetry of 1e-3 of the largest diagonal element.
-        matrix = (matrix + matrix.T).mul_(0.5)
+        make_symmetric(matrix)
         matrix.diagonal().add_(self.damping_used)
         if bool(self._dead.any()):
             matrix[self._dead] = 0
@@ -302,63 +305,27 @@ class DampedHessian:
         return matrix
 
     def _factorise(self) -> tuple[Tensor, Tensor]:
-        """Compute U, and the inflation of rounding errors by each column, (columns,).
-
-        The inflation is H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that
-        the others explain. It does not change with the scale of inputs, unlike the condition
-        number, which one large channel makes huge and harmless. If float32 fails, float64 may still
-        give the factor.
-        """
+        """Compute the factor and the inflation; if float32 fails, float64 may still give them."""
         precision = torch.finfo(self.dtype).eps
         # 1. A float32 factor is refused where float32 does not suffice, even if it exists: float64
         #    gives a better one, which is then rounded.
         # 2. Past inflation · ε = 0.1, rounding leaves hardly a digit: only more damping helps.
         # 3. An inflation of NaN compares as false, so that such a factor is refused, too.
         for dtype in dict.fromkeys((self.dtype, torch.float64)):
-            matrix = self._matrix(dtype)
+            matrix = self.matrix_in(dtype)
             if dtype != self.dtype:
                 warn_of_slow_float64(matrix.device)
             diagonal = matrix.diagonal().clone()
-            # H = RRᵀ with R upper triangular comes from the Cholesky factor of H turned around;
-            # U = R⁻¹ then needs no inverse of H and no second factorisation.
-            lower = cholesky(matrix.flip(0, 1))
+            factor = factor_of_inverse(matrix)
             del matrix
-            if lower is not None:
-                identity = torch.eye(self.columns, dtype=dtype, device=lower.device)
-                factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
-                inflation = diagonal * factor.square().sum(0)
+            if factor is not None:
+                inflation = diagonal * torch.linalg.vector_norm(factor, dim=0).square()
                 largest = _FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision
                 if float(inflation.max()) <= largest:
-                    return factor.to(self.dtype), inflation
+                    return factor.to(self.dtype), inflation.to(self.dtype)
         raise _NotPositiveDefiniteError(
             f"H + {self.damping_used:g}·I is not positive definite in {self.dtype}."
         )
-
-
-def cholesky(matrix: Tensor) -> Tensor | None:
-    """Return the lower triangular L with LLᵀ = A, or `None` if A is not positive definite.
-
-    On a CPU it works panel by panel: torch clears the upper half of its factor element by element
-    against the order in memory, which takes longer than the factorisation if columns are many.
-    """
-    columns = len(matrix)
-    if matrix.device.type != "cpu" or columns <= 3 * _FACTOR_PANEL:
-        factor, info = torch.linalg.cholesky_ex(matrix)
-        return factor if int(info) == 0 else None
-    # In column-major order, as torch's own factor and LAPACK's. The part right of and below the
-    # panels so far holds the remaining Schur complement of A.
-    factor = matrix.clone().T
-    # A Schur complement of A is positive definite if A is, so that a corner that fails refuses A.
-    for start, stop in split_range(0, columns, _FACTOR_PANEL):
-        panel, rest = slice(start, stop), slice(stop, columns)
-        corner, info = torch.linalg.cholesky_ex(factor[panel, panel])
-        if int(info) != 0:
-            return None
-        below = torch.linalg.solve_triangular(corner, factor[rest, panel].T, upper=False)
-        factor[panel, panel], factor[panel, rest] = corner, 0
-        factor[rest, panel] = below.T
-        factor[rest, rest].addmm_(below.T, below, alpha=-1)
-    return factor
 
 
 _FIRST_RAISE, _LARGEST = 1e-6, 10.0
@@ -426,7 +393,7 @@ class InputHessian:
         ratio = damping
         while True:
             try:
-                return DampedHessian(self.hessian, self.dead, self.mean_diagonal, ratio)
+                return DampedHessian(self.hessian, self.dead, self.mean_diagonal, ratio, self.dtype)
             except _NotPositiveDefiniteError:
                 failed = ratio
             ratio = 10 * ratio if ratio >= _FIRST_RAISE else _FIRST_RAISE

@@ -20,9 +20,9 @@ from torch import Tensor
 from mrp_lightning.errors import MethodError
 from mrp_lightning.solver.arithmetic import ELEMENTS, has_bfloat16_units, split_range
 from mrp_lightning.solver.conjugate_gradients import Product, full_product, rounded_product
-from mrp_lightning.solver.hessian import cholesky
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
 from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.triangular import factor_of_inverse, inverse_from
 
 Chooser = Callable[[Tensor, int], Tensor]
 """Called with the current weights (rows, width) of some columns and the first of these columns:
@@ -281,17 +281,15 @@ class Joint(Mask):
         """
         del inverse_blocks
         weight, damped = problem.weight, problem.damped
-        if not damped.float32_suffices:
-            # Only (H + σI)⁻¹ needs float64: σ may be below float32's errors in H. The steps take σ
-            # times it, whose eigenvalues are at most 1, for which float32 suffices.
-            damped = damped.double
-        scale = damped.matrix.diagonal().sqrt()
-        matrix = damped.matrix / scale[:, None] / scale
+        # Where float32 does not suffice, only (H + σI)⁻¹ needs float64: σ may be below float32's
+        # errors in H. The steps take σ times it, whose eigenvalues are at most 1.
+        matrix = damped.matrix_in(weight.dtype if damped.float32_suffices else torch.float64)
+        scale = matrix.diagonal().sqrt()
+        matrix.div_(scale[:, None]).div_(scale)
         search = _JointSearch(problem, weight * scale.to(weight.dtype), matrix)
         # b moves along directions of small eigenvalues at little cost, and the first ρ must not
         # hold it back there. The mean of [H⁻¹]_jj (diagonal 1) measures how small they are.
-        inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
-        return _known(search.run(_FIRST_PENALTY / float(inflation.mean())))
+        return _known(search.run(_FIRST_PENALTY / float(damped.inflation.mean())))
 
 
 class _JointSearch:
@@ -357,6 +355,6 @@ def _inverse(matrix: Tensor, penalty: float) -> Tensor:
     """Return (H + ρI)⁻¹."""
     shifted = matrix.clone()
     shifted.diagonal().add_(penalty)
-    factor = cholesky(shifted)
+    factor = factor_of_inverse(shifted)
     assert factor is not None, "H + λI is positive definite to its precision, and ρ is positive"
-    return torch.cholesky_inverse(factor)
+    return inverse_from(factor)
