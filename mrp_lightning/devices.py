@@ -1,4 +1,4 @@
-"""The device that a command uses, and what is known of its memory."""
+"""The device that a command uses."""
 
 import os
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from mrp_lightning.environment import progress_log
-from mrp_lightning.errors import OptionError, OutOfMemoryError, first_line
+from mrp_lightning.errors import OptionError, first_line
 
 
 def device_named(name: str | None) -> torch.device:
@@ -58,15 +58,3 @@ def warn_of_unused_gpu() -> None:
         torch.version.cuda,
         reason,
     )
-
-
-_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error reports that a CPU or an accelerator is out of memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
-        return True
-    # torch has no type of its own for a lack of CPU memory, nor for that of a library of CUDA: only
-    # the text of the error shows it.
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)

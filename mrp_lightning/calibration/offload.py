@@ -1,9 +1,8 @@
-"""Offload blocks to the CPU, measure memory, and explain when there is not enough."""
+"""Offload blocks to the CPU, and explain when memory is not enough."""
 
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -12,22 +11,12 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.walks import replaced
-from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import OutOfMemoryError, first_line
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
 from mrp_lightning.upstream.torch_names import APPLY
 
 log = logging.getLogger(__name__)
-
-
-def peak_rss() -> int | None:
-    """Return the peak resident memory of this process in bytes; `None` on Windows."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager
@@ -59,14 +48,6 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
         raise OutOfMemoryError(
             f"Not enough memory to prune on {device}. {step} ({first_line(error)})"
         ) from error
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory in bytes: torch's on a GPU, else the process's resident memory.
-
-    On a GPU it counts from the last reset of torch's peak, which each pruned layer does.
-    """
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()
 
 
 CPU = torch.device("cpu")

@@ -30,7 +30,6 @@ from mrp_lightning.data.sampling import (
     windows_at_once,
     write,
 )
-from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import make_directories, move_durably
@@ -39,6 +38,7 @@ from mrp_lightning.loop.distributed import fail_together, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
 from mrp_lightning.loop.progress import ProgressReporter, roughly
 from mrp_lightning.loop.trainer import callbacks_that_prune
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.estimate import Estimate
 from mrp_lightning.signals import Interrupted

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.markup import escape
 
-from mrp_lightning.calibration.offload import peak_memory
 from mrp_lightning.environment import progress_log
+from mrp_lightning.memory import peak_memory
 from mrp_lightning.pruning.job import Job, Listener, Progress
 from mrp_lightning.records.report import LayerReport, mean_relative_loss
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import FormatError, OptionError, SaveError, TargetError
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.checkpoint import build_without_weights, directory_of, weight_files
 from mrp_lightning.upstream.torch_names import without_compiled
 from mrp_lightning.upstream.transformers_names import loading_weights_by

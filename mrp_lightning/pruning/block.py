@@ -18,6 +18,7 @@ from mrp_lightning.calibration.hessians import (
 )
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import DenseStream, Walk
+from mrp_lightning.memory import return_freed_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layers import (
     Aim,
@@ -188,6 +189,7 @@ def calibrated_inputs(block: WalkedBlock) -> Iterator[tuple[list[Layer], Calibra
             for layer in calibration.not_called:
                 yield [layer], _why_not_called(layer, block.padding)
             for group, pool in calibration.hand_over():
+                return_freed_memory()
                 yield group.layers, _calibrated(block, group, pool)
 
 

@@ -16,8 +16,8 @@ from mrp_ground.grid import Grid, GridParameters
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
-from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import DataError, TargetError, counted
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.targets.layers import Layer

@@ -16,7 +16,6 @@ from mrp_lightning.calibration.offload import (
     Offload,
     Pinned,
     explained_out_of_memory,
-    peak_rss,
 )
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import choose_walk
@@ -29,6 +28,7 @@ from mrp_lightning.calibration.walks import (
     hidden_of,
 )
 from mrp_lightning.errors import TargetError
+from mrp_lightning.memory import peak_rss
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import NumericalWarning
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.upstream.torch_names import (
     float32_precision,
     multiplies_bfloat16,
@@ -132,14 +132,18 @@ def split_range(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + width, stop)
 
 
-def by_rows(work: Callable[[slice], Result], rows: int, columns: int) -> list[Result]:
+def by_rows(
+    work: Callable[[slice], Result], rows: int, columns: int, elements: int | None = None
+) -> list[Result]:
     """Call `work` on consecutive ranges of the rows of a matrix, and return its results.
+
+    A range has at most `elements` elements, by default `ELEMENTS`, but at least one row.
 
     If memory does not suffice for a range, `work` is called again on half of it, so `work` must be
     repeatable after an error. If memory does not suffice for one row, the error is raised.
     """
     results = []
-    start, chunk_size = 0, max(1, ELEMENTS // max(1, columns))
+    start, chunk_size = 0, max(1, (elements or ELEMENTS) // max(1, columns))
     while start < rows:
         stop = min(start + chunk_size, rows)
         try:

@@ -146,6 +146,8 @@ _RENEWAL, _BRIEF = 4, 2
 in between, if the matrix allows rounded products."""
 
 
+_ELEMENTS_ON_CPU = 2**22
+"""The most elements of a float64 tensor in the last solve on a CPU."""
 _ROOTS = 1024
 """Number of columns for which a triangular system is solved at once: a GPU takes as long for one
 block of columns as for eight."""
@@ -376,7 +378,9 @@ def _solve(
         x[rows] = system.x.to(x.dtype)
         return steps, system.bound, system.loss
 
-    chunks = by_rows(solve, *x.shape)
+    # A CPU is as fast with some hundreds of rows, and in float64 all rows would need much memory.
+    few = x.dtype == torch.float64 and x.device.type == "cpu"
+    chunks = by_rows(solve, len(x), x.shape[1], _ELEMENTS_ON_CPU if few else None)
     iterations = earlier + max((steps for steps, _, _ in chunks), default=0)
     # Bounds and losses of rows add up, relative gaps do not.
     bound, loss = sum(bound for _, bound, _ in chunks), sum(loss for _, _, loss in chunks)

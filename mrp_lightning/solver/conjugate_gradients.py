@@ -11,8 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrp_lightning.solver.arithmetic import split_range
+
 Product = Callable[[Tensor, Tensor], None]
 """Called with (left, out), both (rows, columns): sets out to left times a symmetric matrix."""
+
+_PAIRS = 1024
+"""Products of two columns of F that are held at a time, out of rank² / 2."""
 
 Preconditioner = Callable[[Tensor, Tensor, Tensor], None]
 """Called with (gradient, z, work), all (rows, columns): sets z on U from the gradient on U, and to
@@ -117,9 +122,12 @@ class LowRankModel:
         rank = self.factor.shape[1]
         whitened = self.factor / self.diagonal.sqrt()[:, None]
         first, second = torch.triu_indices(rank, rank, device=kept.device)
-        # F_UᵀD_U⁻¹F_U of all rows is one product of `kept` with all products of two columns of the
+        # F_UᵀD_U⁻¹F_U of all rows is a product of `kept` with all products of two columns of the
         # whitened F. It is symmetric: only the upper triangle is computed, then copied to both.
-        packed = kept @ (whitened[:, first] * whitened[:, second])
+        packed = kept.new_empty(len(kept), len(first))
+        for start, stop in split_range(0, len(first), _PAIRS):
+            pairs = whitened[:, first[start:stop]].mul_(whitened[:, second[start:stop]])
+            packed[:, start:stop] = kept @ pairs
         index = torch.empty(rank, rank, dtype=torch.int64, device=kept.device)
         index[first, second] = index[second, first] = torch.arange(len(first), device=kept.device)
         core = packed.index_select(1, index.flatten()).view(-1, rank, rank)

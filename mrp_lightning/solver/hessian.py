@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mrp_ground.arguments import checked, is_count
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
+from mrp_lightning.memory import return_freed_memory
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.arithmetic import (
     bfloat16_factors,
@@ -267,6 +268,7 @@ class DampedHessian:
         # The float32 matrices have served, as a rule: together they are as large as one in float64.
         for name in ("matrix", "inverse"):
             self.__dict__.pop(name, None)
+        return_freed_memory()
         return DampedHessian(
             self._hessian, self._dead, self._mean_diagonal, self.ratio, torch.float64
         )

@@ -1,13 +1,15 @@
 """How much memory there was need of, and what is said of a lack of it."""
 
+import platform
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from mrp_lightning.calibration.offload import explained_out_of_memory, peak_rss
+from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.errors import OutOfMemoryError
+from mrp_lightning.memory import peak_rss, return_freed_memory
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,18 @@ def test_the_peak_is_that_of_the_kernel():
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
     assert peak_rss() == pytest.approx(of_the_kernel(), rel=0.05)  # it counts in batches of pages
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do it themselves")
+def test_memory_between_pieces_in_use_is_returned():
+    def resident() -> int:
+        return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+    # Below the least size for which glibc asks the system for memory of its own.
+    pieces = [torch.ones(2**14) for _ in range(2000)]
+    in_use = pieces[::100] + pieces[-1:]
+    del pieces
+    before = resident()
+    return_freed_memory()
+    assert before - resident() > 60e6  # of 131 MB
+    assert all(bool((piece == 1).all()) for piece in in_use)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 SHARED = (
     *("errors", "upstream", "environment", "json_files"),
-    *("devices", "files", "destinations", "outputs", "processes", "signals", "terminal"),
+    *("devices", "memory", "files", "destinations", "outputs", "processes", "signals", "terminal"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
 

@@ -202,6 +202,22 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
         assert true_gap(truth, chunks, weight, truth.damped(hessian)) <= chunks.gap + 1e-8 <= 2e-6
 
 
+def test_rows_in_float64_are_solved_in_chunks_on_a_cpu(problem, truth, monkeypatch):
+    weight, inputs = problem(rows=30, columns=64)
+    hessian = truth.hessian_of(inputs)
+    whole = prune_weight(weight.double(), hessian, pattern="2:4", block_size=16)
+    monkeypatch.setattr("mrp_lightning.solver.compensations._ELEMENTS_ON_CPU", 7 * 64)
+    sizes, solve = [], MaskedRows.solve
+    monkeypatch.setattr(
+        MaskedRows, "solve", lambda self, *rest: sizes.append(len(self.x)) or solve(self, *rest)
+    )
+    chunks = prune_weight(weight.double(), hessian, pattern="2:4", block_size=16)
+    assert sizes == [7, 7, 7, 7, 2]
+    assert torch.equal(chunks.pruned, whole.pruned)
+    assert chunks.loss == pytest.approx(whole.loss, rel=2e-6)
+    assert true_gap(truth, chunks, weight, truth.damped(hessian)) <= chunks.gap + 1e-12
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 @pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
 def test_fewer_rows_are_solved_where_memory_is_short(

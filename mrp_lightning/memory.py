@@ -1,0 +1,47 @@
+"""The memory of a process: the most that it held, what it returns, and errors for a lack of it."""
+
+import ctypes
+import sys
+
+import torch
+
+from mrp_lightning.errors import OutOfMemoryError
+
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports that a CPU or an accelerator is out of memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
+        return True
+    # torch has no type of its own for a lack of CPU memory, nor for that of a library of CUDA: only
+    # the text of the error shows it.
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system, where the C library would keep it.
+
+    glibc keeps what lies between pieces in use, for all sizes below 32 MB: after the column blocks
+    of a wide layer, whose temporary tensors have as many sizes as blocks, that may be 1 GB.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def peak_rss() -> int | None:
+    """Return the peak resident memory of this process in bytes; `None` on Windows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak memory in bytes: torch's on a GPU, else the process's resident memory.
+
+    On a GPU it counts from the last reset of torch's peak, which each pruned layer does.
+    """
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()
