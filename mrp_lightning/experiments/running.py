@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
@@ -170,7 +169,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     # The trials of a model are adjacent, as `Sweep.trials` lists them, which `groupby` needs.
     for _, of_model in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
         numbered = list(of_model)
-        with dequantized_once() if len(numbered) > 1 else nullcontext():
+        with dequantized_once(loads=len(numbered)):
             for number, trial in numbered:
                 position = f"[{number}/{len(work)}]"
                 console.print(f"{position} {trial.directory} …", soft_wrap=True)

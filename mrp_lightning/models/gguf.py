@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -183,21 +184,30 @@ def gguf_config(file: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(**location)
 
 
-_DEQUANTIZED: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar(
-    "dequantized", default=None
-)
-"""A cache of the last dequantized model, by file, dtype and attention."""
+@dataclass
+class _Dequantized:
+    """The last dequantized model, by file, dtype and attention, and how many loads are to come."""
+
+    loads: int
+    models: dict[Hashable, PreTrainedModel] = field(default_factory=dict)
+
+
+_DEQUANTIZED: ContextVar[_Dequantized | None] = ContextVar("dequantized", default=None)
 
 
 @contextmanager
-def dequantized_once() -> Iterator[None]:
-    """Cache the last model that is dequantized in this context; later loads copy it.
+def dequantized_once(loads: int) -> Iterator[None]:
+    """Keep the last dequantized model for the loads of this context, which copy it.
 
-    The cache takes the memory of one more model.
+    It takes the memory of one more model up to the last load, which gets the kept model itself. A
+    load beyond `loads` dequantizes anew.
+
+    Args:
+        loads: The number of loads, at least 1.
     """
     # A context variable, not a module's dictionary: models leave memory with the context, and
     # threads do not share them.
-    token = _DEQUANTIZED.set({})
+    token = _DEQUANTIZED.set(_Dequantized(loads))
     try:
         yield
     finally:
@@ -206,16 +216,17 @@ def dequantized_once() -> Iterator[None]:
 
 def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
     """Return the dequantized model of a file, not shared with any other caller."""
-    models = _DEQUANTIZED.get()
-    if models is None:
+    kept = _DEQUANTIZED.get()
+    if kept is None:
         return _dequantize(file, dtype, attention)
     # Time and size stand for the content: a file that is written anew is dequantized anew.
     state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size, dtype, attention
-    if state not in models:
-        models.clear()  # releases its memory before the next model is loaded
-        models[state] = _dequantize(file, dtype, attention)
-    # A caller overwrites the weights when it prunes, so each gets a copy.
-    return deepcopy(models[state])
+    if state not in kept.models:
+        kept.models.clear()  # releases its memory before the next model is loaded
+        kept.models[state] = _dequantize(file, dtype, attention)
+    kept.loads -= 1
+    # A caller overwrites the weights when it prunes, so each but the last gets a copy.
+    return deepcopy(kept.models[state]) if kept.loads > 0 else kept.models.pop(state)
 
 
 def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:

@@ -1,9 +1,11 @@
 """GGUF files, against the same tensors and tokenizer as a Hugging Face directory."""
 
+import gc
 import json
 import os
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -82,7 +84,7 @@ def test_many_runs_dequantize_once_and_none_sees_the_others(tiny_gguf, tmp_path,
         return from_pretrained(*args, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
-    with dequantized_once():
+    with dequantized_once(loads=4):
         for _ in range(2):
             model = load_model(str(file), None)
             assert model.config.to_dict() == expected.config.to_dict()
@@ -97,8 +99,12 @@ def test_many_runs_dequantize_once_and_none_sees_the_others(tiny_gguf, tmp_path,
         load_model(str(file), torch.float32)
         assert made == [torch.bfloat16, torch.float32]
         os.utime(file, (0, 0))  # another file, for all that is known
-        load_model(str(file), torch.float32)
+        last = weakref.ref(load_model(str(file), torch.float32))
         assert len(made) == 3
+        gc.collect()
+        assert last() is None  # nothing keeps the model of the last load
+        load_model(str(file), torch.float32)  # one load more than announced
+        assert len(made) == 4
 
 
 @pytest.mark.parametrize("wanted", [True, False])
