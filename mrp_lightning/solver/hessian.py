@@ -239,7 +239,7 @@ class DampedHessian:
     @cached_property
     def inverse(self) -> Tensor:
         """(H + λI)⁻¹, (columns, columns)."""
-        return inverse_from(self.factor)
+        return inverse_from(self.factor.clone())
 
     @cached_property
     def residual_rounding(self) -> float:

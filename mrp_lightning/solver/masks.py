@@ -318,8 +318,7 @@ class _JointSearch:
             if step % (_RISES * _STEPS) == 0:
                 # The geometric mean of the penalties that share it: ρ/σ runs from 1/1.44 to 1.44.
                 center = penalty * _GROWTH ** ((_RISES - 1) / 2)  # σ
-                inverse = _inverse(self.matrix, center).mul_(center)
-                times_inverse = self.product(inverse.to(self.weight.dtype))
+                times_inverse = self._times_inverse(center)
             ratio = penalty / center
             changes = [self._descend(rows, times_inverse, ratio) for rows in self.chunks]
             # The total is the same number in all processes, so that all of them stop at the same
@@ -331,6 +330,14 @@ class _JointSearch:
             self.u /= _GROWTH  # u is the multiplier divided by ρ
             self.problem.progress(f"step {step + _STEPS} of the mask")
         return self.pruned
+
+    def _times_inverse(self, center: float) -> Product:
+        """Return the product with σ(H + σI)⁻¹, σ = `center`."""
+        shifted = self.matrix.clone()
+        shifted.diagonal().add_(center)
+        factor = factor_of_inverse(shifted)
+        assert factor is not None, "H + λI is positive definite to its precision, and σ is positive"
+        return self.product(inverse_from(factor).mul_(center).to(self.weight.dtype))
 
     def _descend(self, rows: slice, times_inverse: Product, ratio: float) -> float:
         """Take the steps of one penalty, ρ/σ = `ratio`; return how many removals have changed."""
@@ -349,12 +356,3 @@ class _JointSearch:
         changed = float((pruned ^ self.pruned[rows]).sum())
         self.pruned[rows] = pruned
         return changed
-
-
-def _inverse(matrix: Tensor, penalty: float) -> Tensor:
-    """Return (H + ρI)⁻¹."""
-    shifted = matrix.clone()
-    shifted.diagonal().add_(penalty)
-    factor = factor_of_inverse(shifted)
-    assert factor is not None, "H + λI is positive definite to its precision, and ρ is positive"
-    return inverse_from(factor)

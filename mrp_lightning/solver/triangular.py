@@ -52,15 +52,15 @@ def factor_of_inverse(matrix: Tensor) -> Tensor | None:
 
 
 def inverse_from(factor: Tensor) -> Tensor:
-    """Return UᵀU for an upper triangular U (n, n)."""
+    """Return UᵀU for an upper triangular U (n, n), in the memory of U."""
     # [UᵀU]_ij sums over k ≤ min(i, j): row panels from the diagonal on take a sixth of the
-    # multiplications of the whole product.
-    inverse = torch.empty_like(factor)
-    for start, stop in split_range(0, len(factor), _MIRRORED):
+    # multiplications of the whole product. No panel reads rows of U below its own, and so the last
+    # one is the first to be replaced.
+    for start, stop in reversed(list(split_range(0, len(factor), _MIRRORED))):
         panel = factor[:stop, start:stop].T @ factor[:stop, start:]
-        inverse[start:stop, start:] = panel
-        inverse[start:, start:stop] = panel.T
-    return inverse
+        factor[start:stop, start:] = panel
+        factor[start:, start:stop] = panel.T
+    return factor
 
 
 def make_symmetric(matrix: Tensor) -> None:

@@ -74,6 +74,7 @@ def test_the_inverse_is_that_of_numpy(columns):
     factor = factor_of_inverse(matrix)
     assert factor is not None
     inverse = inverse_from(factor)
+    assert inverse.data_ptr() == factor.data_ptr()
     np.testing.assert_allclose(inverse.numpy(), expected, rtol=1e-7, atol=1e-7 * expected.max())
 
 
