@@ -122,15 +122,22 @@ class Server:
             return False
 
     def complete(self, prompt: str | Sequence[int]) -> str:
-        """Return the greedy continuation of a text or of tokens by 16 tokens, as text."""
+        """Return the greedy continuation of a text or of tokens by 16 tokens, as text.
+
+        Raises:
+            OSError: The server does not answer, or with an error; with the end of its log.
+        """
         body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return str(json.load(response)["choices"][0]["text"])
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return str(json.load(response)["choices"][0]["text"])
+        except OSError as error:
+            raise OSError(f"{error}: {self.log.read_text()[-2000:]}") from error
 
     def stop(self) -> int:
         """Ask the server to stop, as Ctrl-C does; return its exit status."""

@@ -259,6 +259,10 @@ class PackedMethod(LinearMethodBase):
         del layer.packed_parts
         if layer.weight.device.type == "cpu":
             compiled.load()  # before torch.compile traces the operators
+            # vLLM's attention multiplies with AMX where the CPU has it. Linux kills a process that
+            # does so without permission, for which oneDNN asks at its first product, and vLLM does
+            # not: where all layers are packed, there is no such product.
+            torch.cpu._init_amx()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + bias for x (..., columns)."""
