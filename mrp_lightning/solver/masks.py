@@ -314,12 +314,15 @@ class _JointSearch:
     def run(self, penalty: float) -> Tensor:
         """Raise the penalty until the mask is at rest: bool (rows, columns), True = removed."""
         budget = self.problem.total(float(self.pruned.sum()))
+        times_inverse: Product | None = None
         for step in range(0, _MOST, _STEPS):
             if step % (_RISES * _STEPS) == 0:
                 # The geometric mean of the penalties that share it: ρ/σ runs from 1/1.44 to 1.44.
                 center = penalty * _GROWTH ** ((_RISES - 1) / 2)  # σ
+                times_inverse = None  # its memory is free before the next one needs it
                 times_inverse = self._times_inverse(center)
             ratio = penalty / center
+            assert times_inverse is not None, "the first step has set it"
             changes = [self._descend(rows, times_inverse, ratio) for rows in self.chunks]
             # The total is the same number in all processes, so that all of them stop at the same
             # step: patterns without groups rank the rows of all of them together.

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mrp_lightning import prune_weight
 
@@ -72,3 +73,17 @@ def test_the_scale_of_inputs_and_of_outputs_does_not_matter(problem, truth):
     )
     assert torch.equal(plain.pruned, scaled.pruned)
     torch.testing.assert_close(scaled.weight * scale / 64, plain.weight, rtol=1e-3, atol=1e-4)
+
+
+def test_its_memory_is_that_of_two_float64_matrices():
+    columns = 1024  # more than the solver factorises in one piece
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3 * columns, columns, generator=generator)
+    weight = torch.randn(8, columns, generator=generator)
+    hessian = inputs.T @ inputs
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        prune_weight(weight, hessian, pattern="2:4", method="JM")
+    events = profiled.profiler.kineto_results.events()
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    held = itertools.accumulate(size for _, size in sorted(sizes))
+    assert max(held) < 2 * columns * columns * 8
