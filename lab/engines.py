@@ -53,9 +53,9 @@ def main() -> None:
     made = []
     for row, engine, rate in measured(options.run, own, dense, options):
         command = shlex.join(["python", "lab/engines.py", *sys.argv[1:]])
-        made.append(row | {"tokens_per_second": f"{rate:.1f}", "engine": f"{engine}, {cores}",
+        made.append(row | {"tokens_per_second": f"{rate:.2f}", "engine": f"{engine}, {cores}",
                            "command": command})  # fmt: skip
-        print(f"{row['format']} {row['method']} in {engine}, {cores}: {rate:.1f} tokens a second")
+        print(f"{row['format']} {row['method']} in {engine}, {cores}: {rate:.2f} tokens a second")
     write_rows(options.table, with_rows(rows, made))
 
 

@@ -263,7 +263,8 @@ def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
 _READING = """\
 Perplexity, and in parentheses how many times that of the dense model: lower is better. ± is the
 standard deviation over two seeds, which draw other calibration windows; a figure without it is of
-the first seed, and a dash a run that was not made. Weights that come from a grid of few bits flatter quantisation to few bits."""
+the first seed, and a dash a run that was not made. Weights that come from a grid of few bits
+flatter quantisation to few bits."""
 
 
 def deciding_table(evidence: Evidence, rows: pd.DataFrame) -> Table:
