@@ -19,6 +19,14 @@ def check(holds: Any, message: str) -> None:
     torch._check(holds, lambda: message)
 
 
+def ask_for_amx() -> None:
+    """Ask Linux for AMX in this process, as vLLM's attention does not; seen in 0.32, torch 2.13."""
+    # Linux kills a process that uses AMX without permission. oneDNN asks for it at its first
+    # product, which does not exist where all layers are packed. Replacement: none is needed once
+    # vLLM asks by itself. Without AMX this does nothing.
+    torch.cpu._init_amx()
+
+
 def arguments_of_cusparselt() -> set[str]:
     """Return the names of the arguments of `matmul_cusparselt` that this torch knows.
 

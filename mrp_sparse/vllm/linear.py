@@ -31,6 +31,7 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.kernels import compiled, huge_pages, operator
+from mrp_sparse.upstream import ask_for_amx
 from mrp_sparse.vllm.marks import as_in_file, is_from_file
 
 EXPORT_AGAIN = "Export the pruned model again."
@@ -259,10 +260,7 @@ class PackedMethod(LinearMethodBase):
         del layer.packed_parts
         if layer.weight.device.type == "cpu":
             compiled.load()  # before torch.compile traces the operators
-            # vLLM's attention multiplies with AMX where the CPU has it. Linux kills a process that
-            # does so without permission, for which oneDNN asks at its first product, and vLLM does
-            # not: where all layers are packed, there is no such product.
-            torch.cpu._init_amx()
+            ask_for_amx()  # vLLM's attention uses it
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + bias for x (..., columns)."""
