@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from html import escape
 from itertools import product
@@ -81,6 +81,8 @@ class Evidence:
         description: The protocol.
         order: Names of runs, `MODEL-TEXT/TRIAL` with shell wildcards, the most important first.
             Those that no pattern matches are not made.
+        second_machine: Names of runs, with shell wildcards, that were made on another machine than
+            the others. The page marks their CPU seconds with `*`.
         table: The table, a CSV file.
         page: The page, a Markdown file. Its picture has the same name.
         limit: The most runs to make; 0 only writes the page.
@@ -91,6 +93,7 @@ class Evidence:
     title: str
     description: str
     order: list[str]
+    second_machine: list[str] = field(default_factory=list)
     table: str = "lab/results/evidence.csv"
     page: str = "lab/results/evidence.md"
     limit: int | None = None
@@ -250,7 +253,7 @@ def write_page(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> None:
     for name, model in evidence.models.items():
         of_model = rows[(rows["model"] == name) & (rows["engine"] == "")]
         parts += [f"## {name}", model.note.strip()]
-        parts += [markdown(table) for table in tables_of(of_model)]
+        parts += [markdown(table) for table in tables_of(of_model, evidence.second_machine)]
         served = rows[(rows["model"] == name) & (rows["engine"] != "")]
         if len(served):
             parts += ["Decoding one sequence (`lab/engines.py`):", markdown(engines_table(served))]
@@ -301,7 +304,7 @@ def in_both_colours(drawn: Picture, stem: str) -> str:
     )
 
 
-def tables_of(rows: pd.DataFrame) -> Iterator[Table]:
+def tables_of(rows: pd.DataFrame, second_machine: Sequence[str]) -> Iterator[Table]:
     """Yield a table for each text: the perplexity of each format and method, and its cost."""
     for text_name, of_text in rows.groupby("text", sort=False):
         header = ("method", "bits", "perplexity @512", "× dense", "CPU seconds", "memory, GB")
@@ -313,10 +316,23 @@ def tables_of(rows: pd.DataFrame) -> Iterator[Table]:
             cells.append((
                 str(form), str(method), of_row["bits_on_disk"].iloc[0],
                 text(perplexity, numbers.perplexity), f"{times.mean():.3f}",
-                text(pd.to_numeric(of_row["cpu_seconds"]).dropna(), numbers.seconds),
+                cpu_seconds(of_row, second_machine),
                 numbers.MISSING if pd.isna(peak) else f"{peak:.1f}",
             ))  # fmt: skip
         yield Table.of_rows("", header, cells, group=str(text_name))
+
+
+def cpu_seconds(rows: pd.DataFrame, second_machine: Sequence[str]) -> str:
+    """Format the CPU seconds of runs that differ by their seeds, those of each machine by itself."""
+    names = [shlex.split(command)[-1] for command in rows["command"]]
+    second = pd.Series(
+        [any(fnmatchcase(name, pattern) for pattern in second_machine) for name in names],
+        index=rows.index,
+    )
+    seconds = pd.to_numeric(rows["cpu_seconds"])
+    of_each = [(seconds[~second].dropna(), ""), (seconds[second].dropna(), "*")]
+    shown = [f"{text(values, numbers.seconds)}{mark}" for values, mark in of_each if len(values)]
+    return ", ".join(shown) or numbers.MISSING
 
 
 def engines_table(rows: pd.DataFrame) -> Table:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import HessianError, NumericalWarning, PatternError, TargetError
+from mrp_lightning.solver.arguments import MASK_NAMES, NAMED
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 
-NAMED = ["magnitude", "wanda", "SS", "SM", "MS", "MM", "JM", "SSM"]
-PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in ("none", "S", "M")]
+PAIRS = [f"{mask}+{compensation}" for mask in MASK_NAMES for compensation in ("none", "S", "M")]
 
 
 def is_negative_zero(values):
