@@ -323,7 +323,7 @@ def tables_of(rows: pd.DataFrame, second_machine: Sequence[str]) -> Iterator[Tab
 
 
 def cpu_seconds(rows: pd.DataFrame, second_machine: Sequence[str]) -> str:
-    """Format the CPU seconds of runs that differ by their seeds, those of each machine by itself."""
+    """Format the CPU seconds of runs that differ by their seeds, by machine."""
     names = [shlex.split(command)[-1] for command in rows["command"]]
     second = pd.Series(
         [any(fnmatchcase(name, pattern) for pattern in second_machine) for name in names],
