@@ -8,7 +8,7 @@ runs them.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import mrp_lightning as _mrp_lightning  # noqa: F401  (first: it hushes what transformers loads)
+import mrp_lightning as _mrp_lightning  # noqa: F401  (first: it silences torchao's import)
 from mrp_ground.import_hook import import_after as _import_after
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ __all__ = [
     "unpack",
 ]
 
-# As `mrp_sparse` does for itself: it loads torch, for which the help of commands need not wait.
+# `mrp_sparse` does so itself when imported, but it loads torch, for which help need not wait.
 _import_after("transformers.quantizers.auto", "mrp_sparse.huggingface")
 
 

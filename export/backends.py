@@ -158,6 +158,7 @@ SUBCLASSES = {
 
 TORCHAO_METHOD = "mrp_torchao24"
 TORCHAO_VERSION = 1
+"""`quant_method` and `format_version` of exports with torchao's tensors."""
 
 
 def why_not_storable(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
@@ -186,7 +187,7 @@ def restore_torchao(tensor: Tensor) -> Tensor:
 
 
 def run_on_torchao(model: Any, names: list[str]) -> Any:
-    """Convert layers in place, on the device where they are."""
+    """Convert layers in place, and return the model; an `OptionError` lists all that it refuses."""
     layers = {name: model.get_submodule(name) for name in names}
     # All layers are asked before the first is converted, so that an error leaves the model
     # unchanged.
@@ -201,9 +202,9 @@ def run_on_torchao(model: Any, names: list[str]) -> Any:
 def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict[str, str]:
     """Prepare all `Sparse24Linear` layers of a model in place, on their device.
 
-    Layers that the back-end cannot run become dense again. Returns the reason for each, by name.
-    Prefill also needs each weight in cuSPARSELt's layout, another 0.5625 of the dense bytes; decode
-    alone does not.
+    Layers become dense again if the back-end cannot run them or, with `auto`, `not_faster` advises
+    so. Returns the reason for each, by name. With `auto`, prefill also needs each weight in
+    cuSPARSELt's layout, another 0.5625 of the dense bytes; decode alone does not.
 
     Raises:
         OptionError: An unknown back-end or target, or a back-end that cannot run here at all.
@@ -213,7 +214,7 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict
     if target not in TARGETS:
         raise OptionError(f"`--target {target}` is none of {', '.join(TARGETS)}.")
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
-    # Likewise, all devices are checked before the first layer changes.
+    # All devices are checked before the first layer changes: an error leaves the model unchanged.
     for device in {layer.weight.device for layer in layers.values()}:
         check_backend(backend, device)
     dense = {}
@@ -275,9 +276,9 @@ def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
 def not_faster(layer: Sparse24Linear, kernel_times: KernelTimes, target: str) -> str | None:
     """Return the reason to keep a layer dense, `None` if its sparse form may be faster.
 
-    A layer stays dense if, at every number of tokens of the target, all kernels that can run it
-    were measured to be slower than the dense product. An unmeasured number of tokens counts in
-    favour of the sparse form, which is smaller.
+    A layer stays dense if, at every number of tokens of the target, no kernel that can run it was
+    measured to be faster than the dense product. A number of tokens without a time of the dense
+    product counts in favour of the sparse form, which is smaller.
     """
     verdicts = []
     for tokens in TARGETS[target]:

@@ -19,7 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: With status 2 if this machine has no CUDA device, or the model is not 2:4.
+        SystemExit: With status 2 without a CUDA device or 2:4 layers; see also `exit_on_mistake`.
     """
     with exit_on_mistake():
         options = _parser().parse_args(args)

@@ -61,9 +61,11 @@ class ModelTime:
         phase: `prefill` (a forward of the prompt) or `decode` (one token after it).
         side: `dense` or `sparse`.
         way: `eager` or `compiled`; both are captured in a CUDA graph.
+        batch_size: Number of sequences.
         tokens: Number of prompt tokens of each sequence.
-        timing: The time of one forward.
+        timing: The time of one forward; `None` if it failed.
         compile_seconds: The time of compiling and capturing, 0 for eager.
+        failure: The reason if it failed, else `None`.
     """
 
     phase: str
@@ -86,7 +88,8 @@ class Decoder:
         model: The model, in evaluation mode.
         prompt: Token ids, (batch, length).
         new_tokens: The largest number of steps between two rewinds.
-        forward: The model, compiled or not.
+        forward: The model for the steps, compiled or not; `None` for `model`, which always reads
+            the prompt.
     """
 
     def __init__(
@@ -110,13 +113,13 @@ class Decoder:
         self._start = [(tensor, tensor.clone()) for tensor in self._counters()]
 
     def step(self) -> None:
-        """Replace `token` by the next one."""
+        """Replace `token` (batch, 1) by the likeliest next one, in place."""
         logits = self._logits(self.forward, self.token, self.position)
         self.token.copy_(logits[:, -1:].argmax(-1))
         self.position.add_(1)
 
     def rewind(self) -> None:
-        """Reset the cache to the end of the prompt."""
+        """Reset the cache, `token` and `position` to the end of the prompt."""
         for tensor, value in self._start:
             tensor.copy_(value)
 
@@ -183,7 +186,8 @@ def _time_ways(
 ) -> list[ModelTime]:
     """Time dense and sparse model, eager and compiled, in interleaved rounds.
 
-    A failure is recorded, and the others continue.
+    A way that cannot be prepared is recorded, and the others continue; a failure in the rounds is
+    that of all.
     """
     torch.compiler.reset()  # once: a later reset would unload kernels that captured graphs use
     modes: dict[str, str | None] = {"eager": None}
@@ -224,7 +228,7 @@ def _time_ways(
 def _contestant(
     model: PreTrainedModel, phase: str, prompt: Tensor, new_tokens: int, mode: str | None
 ) -> Callable[[], float]:
-    """Return a function that runs a forward, and returns its microseconds."""
+    """Return a function that runs a prefill, or `new_tokens` steps: it returns µs for one."""
     forward: Callable[..., Any] = model
     if mode is not None:
         # Eager and compiled code are captured in the same way, so that only kernels differ.
@@ -266,9 +270,14 @@ class SpeedReport:
         backend: The back-end of the sparse side.
         target: The phases for which the sparse side was prepared, a key of `TARGETS`.
         bandwidth: Bytes a second of a large copy, reads and writes together.
+        layers: The times of kernels on the layers' shapes.
+        failures: The kernels that could not be measured on them.
+        models: The times of whole models.
         stayed_dense: The reason for each packed layer that the back-end runs dense, by name.
         dense_bytes: Bytes of the dense model's storages; `None` before it is measured.
-        sparse_bytes: Bytes of the sparse model's storages, in all layouts that the back-end needs.
+        sparse_bytes: Bytes of the sparse model's storages, in all layouts that the back-end needs;
+            `None` before it is measured.
+        notes: Sentences for the reader.
     """
 
     environment: Mapping[str, Any]
@@ -313,7 +322,7 @@ def tables(report: SpeedReport) -> str:
 
 
 def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
-    """Return the fastest dense time divided by the fastest sparse time, by phase and batch size."""
+    """Return fastest dense over fastest sparse time, by phase and batch size, if both ran."""
     best: dict[tuple[str, int, str], float] = {}
     for row in rows:
         if row.timing is not None:
@@ -396,7 +405,7 @@ def compare(
     """Measure the layers, put the model on a back-end, and time it against its dense twin.
 
     `report_on` is called with the report after each measurement. Afterwards the model's packed
-    layers run on the back-end.
+    layers run on the back-end, or are dense, and the times of kernels are kept for later processes.
 
     Raises:
         OptionError: The model is not on a CUDA device, or the back-end cannot run there.

@@ -29,7 +29,8 @@ def generate(options: Namespace) -> None:
     """Print the continuations that the options of `mrp-lightning generate` ask for.
 
     Raises:
-        OptionError: The device does not exist here, or `--compare` names another model.
+        OptionError: The device does not exist here, `--compare` names another model, or the head
+            cannot be rounded to 8 bits.
         FileNotFoundError, FormatError, DataError: See `_generate`.
     """
     transformers_logging.disable_progress_bar()
@@ -93,12 +94,12 @@ def _require_same_model(dense: str, directory: str) -> None:
 
 
 _LIKENESS = 0.5
-"""A cosine of embeddings that unrelated models do not reach, and further training does."""
+"""The least cosine of embeddings of one model; unrelated models have less, trained copies more."""
 _ROWS = 1024
 
 
 def _embeddings(directory: str, config: Any) -> torch.Tensor | None:
-    """Return the first rows of a model's embeddings, flat; `None` if they are not in floats."""
+    """Return the first rows of a model's embeddings, flat; `None` if no safetensors has floats."""
     model: Any = build_without_weights(config)
     table = model.get_input_embeddings()
     names = [f"{name}.weight" for name, module in model.named_modules() if module is table]
@@ -126,7 +127,7 @@ def _generate(
 ) -> Speed:
     """Print a model's continuation of a text and its speed, and return the speed.
 
-    With `text_first`, a step that is not compiled yet is compiled after the text, for the next one.
+    With `text_first`, a step that is not compiled yet is compiled after the text, for later starts.
 
     Raises:
         OptionError: The model's head cannot be rounded to 8 bits; see `Head.of`.

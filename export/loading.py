@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Load the tensors of a file, torchao's included, to the CPU, without running code in the file.
+    """Load a file's tensors, torchao's too, and plain containers to the CPU, running no code in it.
 
     Raises:
-        FormatError: The file is damaged, holds other objects, or tensors far larger than itself.
+        FormatError: The file is missing, damaged or compressed, or holds other objects.
     """
     try:
         return read_pickle(file, [SparseSemiStructuredTensorCUTLASS])
@@ -65,7 +65,7 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def expand_bitmasks(model: PreTrainedModel) -> PreTrainedModel:
-    """Make bitmasks and a head of 8 bits dense, unless all of them are on a CPU.
+    """Make bitmasks and a head of 8 bits dense, in place, unless all of them are on a CPU.
 
     On an H200, dense products of a few tokens take 0.2 to 0.4 times the time of Triton's products
     of bitmasks, and no other device has kernels for these. 2:4 layers stay packed; if layers are
@@ -102,8 +102,8 @@ def load(
         directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
             model is loaded on the CUDA device, with its layers in the form that torchao runs there.
         verify: Whether to compare the SHA-256 of each file of weights with the one that was stored
-            when it was written, which reads all of them once more. Places that do not fit their
-            values are seen without it, a value that a disk changed is not.
+            when it was written, which reads all of them once more. Positions that do not fit the
+            stored values are detected without it, a changed value is not.
         **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
@@ -147,6 +147,7 @@ def load(
 
 
 def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
+    """Load the model in a directory of torchao's tensors, restored to dense ones."""
     config = load_config(str(directory))
     # The tensors are restored to dense ones here, so that no quantizer takes part in loading.
     del config.quantization_config

@@ -56,7 +56,8 @@ class PackingOptions:
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         check_only: Whether to write nothing, and to compare an existing export again.
         text: Files whose text the logits are compared on; by default the embedded text.
-        device: The device for the comparison; by default CUDA if available.
+        device: The device for the comparison, and for packing torchao's tensors; by default CUDA if
+            available.
     """
 
     checkpoint: str
@@ -71,7 +72,11 @@ class PackingOptions:
     device: str | None = None
 
     def output(self, form: str) -> Path:
-        """Return the directory to write in a format, checked unless nothing is written."""
+        """Return the directory to write in a format, checked unless nothing is written.
+
+        Raises:
+            OptionError: It is, holds or lies in the source; `check_output_dir` raises more.
+        """
         source = output_path(self.checkpoint).resolve()
         suffix = form if form in _UNPACKED else _FORMS[form].suffix
         name = source.name.removesuffix(".ckpt")
@@ -89,13 +94,14 @@ class PackingOptions:
 
 
 def convert(options: PackingOptions) -> ExportReport:
-    """Pack a checkpoint, compare the result with its source, and return the report of both.
+    """Pack a checkpoint, compare the result with its source, and print and return the report.
 
     Raises:
         PatternError: The checkpoint lacks the pattern; see `choose_layers`.
-        ParityError: The export differs from its source, and is removed.
-        FormatError: See `open_checkpoint`.
-        OptionError: Options contradict each other.
+        ParityError: The export differs from its source; a new one is removed.
+        FileNotFoundError, FormatError, TargetError: See `open_checkpoint` and `choose_layers`.
+        DataError: See `text_windows`.
+        OptionError: Options contradict each other, the source or this machine.
         FileExistsError: The output exists.
     """
     device = device_named(options.device)
@@ -120,7 +126,7 @@ def convert(options: PackingOptions) -> ExportReport:
             refuse=_why_not_torchao if options.format == "torchao" else partial(_why_head, head),
             track=track,
         )
-        # The head is written in 8 bits, and so is no packed layer; see `choose_head`.
+        # The head is written in 8 bits, hence is no packed layer, whatever else keeps it dense.
         layers = [replace(layer, reason=_why_head(head, layer) or layer.reason) for layer in layers]
         form = options.format or layers[0].form.option
         out = options.output(form)
@@ -145,13 +151,15 @@ def convert(options: PackingOptions) -> ExportReport:
 
 
 def compress(options: PackingOptions) -> Path:
-    """Write a pruning with bits in one of `LAYOUTS`, and return the directory.
+    """Write a pruning with bits in the layout `format` of `LAYOUTS`, and return the directory.
+
+    The options `allow_partial`, `text` and `device` have no effect.
 
     Raises:
-        PatternError: Weights do not lie on the format's grid; see `choose_compressed`.
-        ParityError: The export differs from its source, and is removed.
-        FormatError: See `open_checkpoint`.
-        OptionError: Options contradict each other.
+        PatternError, TargetError: See `choose_compressed`.
+        ParityError: The export differs from its source; a new one is removed.
+        FileNotFoundError, FormatError: See `open_checkpoint`.
+        OptionError: Options contradict each other or the source.
         FileExistsError: The output exists.
     """
     assert options.format is not None
@@ -183,7 +191,7 @@ def compress(options: PackingOptions) -> Path:
 
 
 def _summary(compressed: Compressed, loaded: str) -> str:
-    """Return the number of packed layers, those that stay dense, and who was tried."""
+    """Return the lines on packed and dense layers; `loaded` is of `load_with_transformers`."""
     size = compressed.integers.group_size
     groups = "a row" if size < 0 else f"{size} columns"
     lines = [
@@ -200,7 +208,7 @@ def _summary(compressed: Compressed, loaded: str) -> str:
 
 
 def _check_options(options: PackingOptions, device: torch.device) -> None:
-    """Raise if options contradict each other or this machine, before anything is read."""
+    """Raise, before anything is read, if options contradict each other or this machine."""
     if options.format == "torchao" and (reason := why_not_here("torchao", device)):
         raise errors.OptionError(
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
@@ -238,7 +246,7 @@ class _Export:
             pass
 
     def compare(self, directory: Path) -> None:
-        """Compare the export with its source, and raise if they differ."""
+        """Compare the export with its source, and raise a `ParityError` if they differ."""
         report, text = self.report, self.options.text
         report.exported_bytes = open_checkpoint(directory).num_bytes
         report.parity = check_parity(
@@ -255,8 +263,6 @@ class _Export:
             is_model = bool(self.source.config)
             reason = "the model predicts no next token" if is_model else "the module is your own"
             report.notes.append(f"logits not compared: {reason}")
-
-    """Raise, before anything is read, if options contradict each other or this machine."""
 
 
 def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:

@@ -34,11 +34,11 @@ class ExportReport:
     Attributes:
         source: The pruned checkpoint, as the user named it.
         format: `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
-        layers: Every linear layer of the model.
+        layers: Every linear layer of the model, and other layers that its report lists as pruned.
         source_bytes: Bytes of the weight files read.
         head: The head if it has 8 bits, else `None`.
-        exported_bytes: Bytes of the written weight files; `None` if nothing was written.
-        parity: The comparison with the source; `None` if nothing was written.
+        exported_bytes: Bytes of the weight files of the export; `None` if there is no export.
+        parity: The comparison with the source; `None` if there is no export.
         notes: The steps that were left out, with reasons.
     """
 
@@ -63,7 +63,7 @@ class ExportReport:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Numbers of layers, and bytes of the layers' weights and of whole files."""
+        """Numbers of layers, and bytes of the packed layers' weights and of whole files."""
         layers = self.packed
         dense_bytes = sum(layer.dense_bytes for layer in layers)
         packed_bytes = sum(layer.packed_bytes for layer in layers)

@@ -50,7 +50,8 @@ def copies(weight_bytes: int) -> int:
 def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Timing]:
     """Measure each contestant once a round, so that drifting clock rates affect all alike.
 
-    Each function in `measure` runs once, and returns microseconds. There are at least two rounds.
+    Each function in `measure` runs its contestant once, and returns microseconds. `repeats` is the
+    number of rounds, at least two.
     """
     microseconds_of: dict[str, list[float]] = {name: [] for name in measure}
     for _ in range(repeats):
@@ -101,7 +102,7 @@ def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return the device time of the work that `call` starts on the current stream."""
+    """Return the device time of the work that `call` starts on the current stream, and await it."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     # Events are on the device's own clock and stream, so that the host's time of launching is not
@@ -175,7 +176,9 @@ def measure(
 class _Contest:
     """The kernels that are compared at one number of tokens, with their configurations.
 
-    `reasons` explains why other kernels are left out; all numbers of tokens share `winners`.
+    `uncompressed` is the reason why the weights lack cuSPARSELt's layout, or `None`. `runs` and
+    `configs` are those of the kernels that take part, and `reasons` explains why others are left
+    out. All numbers of tokens share `winners`.
     """
 
     call: Call
@@ -252,7 +255,7 @@ class _Contest:
         return next((limit for limit in _BUCKETS if tokens <= limit), tokens)
 
     def _configs(self, name: str, kernel: Kernel) -> list[Config]:
-        """Return the configuration that won at a similar number of tokens, else all."""
+        """Return the configurations to time: an earlier winner, else all; cuSPARSELt searches."""
         if name != "cusparselt":
             winner = self.winners.get((name, self._bucket))
             return [dict(config) for config in kernel.configs] if winner is None else [winner]
@@ -270,7 +273,7 @@ class _Contest:
 
 
 def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
-    """Return how a kernel's result is less exact than the dense product, `None` if it is not."""
+    """Return how y differs from x Wᵀ of the weight `dense`, `None` if it is exact enough."""
     exact = x.float() @ dense.float().T
     if y.shape != exact.shape:
         return f"wrong result: its shape is {tuple(y.shape)}, not {tuple(exact.shape)}"

@@ -22,8 +22,9 @@ _TYPES = (
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Exit status 0: the file is written. 1: the type cannot hold the weights. 2: a user's mistake.
-    Only status 0 leaves a file.
+    Exit status 0: the file is written. 1: a zero weight would not stay zero, or the file does not
+    hold the checkpoint. 2: another error that the user can correct. 130 and 143: interrupted by
+    Ctrl-C or SIGTERM. Only status 0 leaves a new file.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
@@ -31,13 +32,15 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def convert(options: Namespace) -> Path:
-    """Write the GGUF file, and return its path.
+    """Write the GGUF file, print a summary, and return the path of the file.
 
     Raises:
         FileExistsError: The file exists, and may not be replaced.
         FileNotFoundError: The checkpoint or the file of `--like` does not exist.
         DependencyError: The package gguf is not installed.
-        FormatError, OptionError, ParityError: See `write_gguf`.
+        FormatError: The file with the minima of the weights is missing; see also `write_gguf`.
+        OptionError: `--out` or `--like` is no GGUF file, or both are one; see also `write_gguf`.
+        ParityError: See `write_gguf`.
     """
     # Only now: they load transformers, which help and a mistake need not wait for.
     with extra("gguf", "Writing a GGUF file"):

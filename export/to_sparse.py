@@ -13,8 +13,9 @@ _OF_ENGINES = ("compressed-tensors", "gptq")
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Exit status 0: the export is written and equal to its source. 1: it differs. 2: a user's
-    mistake. 130 and 143: interrupted. Only status 0 leaves an export.
+    Exit status 0: the export is written and equal to its source, or as `--check-only` checks it. 1:
+    it differs. 2: another error that the user can correct. 130 and 143: interrupted by Ctrl-C or
+    SIGTERM. Only status 0 leaves a new export.
     """
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
         options = _parser().parse_args(args)

@@ -1,5 +1,5 @@
-"""The ground floor, on which the runtime and the pruner stand: errors, arguments, JSON, grids.
+"""The code that the runtime and the pruner share: errors, checks of arguments, JSON files, grids.
 
-It imports nothing of ours, and importing it does nothing else: no hook is installed and no operator
-registered. It comes with the distribution `mrp-sparse`.
+It imports no other package of this project, and importing it has no effect: no hook is installed
+and no operator registered. It comes with the distribution `mrp-sparse`.
 """

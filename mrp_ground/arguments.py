@@ -15,10 +15,10 @@ from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_typ
 from mrp_ground.errors import OptionError
 
 GROUP_SIZE = 64
-"""Default of `group_size`, the number of columns that share a scale; here, as it needs no torch."""
+"""Default of `group_size`, the columns that share a scale; read by commands without torch."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
+_Rule = tuple[str, Callable[[Any], bool]]  # the allowed values in words, and their test
 _RULES: dict[Any, _Rule] = {
     bool: ("true or false", lambda x: isinstance(x, bool)),
     int: ("a whole number", lambda x: isinstance(x, Integral) and not isinstance(x, bool)),
@@ -37,10 +37,11 @@ def checked(*, errors: Mapping[str, type[ValueError]]) -> Callable[[Function], F
 def checked(
     function: Function | None = None, /, *, errors: Mapping[str, type[ValueError]] | None = None
 ) -> Any:
-    """Make a function, or the making of a class, refuse values that its annotations do not allow.
+    """Make a function or the constructor of a class raise for arguments of the wrong types.
 
-    All of them are named. An argument that may be of a type without a rule is checked by the
-    function itself.
+    The types are those of the annotations, and the error lists all such arguments. An argument is
+    not checked if its annotation has a part without a rule, such as a mapping or a callable. A
+    class is changed in place.
 
     Args:
         function: The function or class, where this is a decorator without parentheses.
@@ -78,6 +79,7 @@ def _checked(function: Function, *, errors: Mapping[str, type[ValueError]]) -> F
 
 
 def _rule(hint: Any, *, in_list: bool = False) -> _Rule | None:
+    """Return the rule of an annotation, or `None`; items of lists have only those of `_RULES`."""
     hint = hint.__bound__ if isinstance(hint, TypeVar) else hint
     if isinstance(hint, list):  # the arguments of a callable
         return None
@@ -100,7 +102,7 @@ def _rule(hint: Any, *, in_list: bool = False) -> _Rule | None:
 
 
 def _next_step(rule: _Rule, value: Any) -> str:
-    """Return a hint such as " Give 0.5." if the value can be read as the wanted type, else ""."""
+    """Return a hint such as " Give 0.5." if an allowed value can be made of this one, else ""."""
     words, fits = rule
     if isinstance(value, str):
         text = value.strip().capitalize() if value.strip().isalpha() else value.strip()
@@ -126,5 +128,5 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether the value is a whole number ≥ 1; a bool is none."""
+    """Return whether the value is an `int` ≥ 1; a bool or a NumPy integer is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

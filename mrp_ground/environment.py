@@ -1,4 +1,4 @@
-"""This machine: its name, and a lock between its processes."""
+"""This machine: its cache directory, its name, and a lock between its processes."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import torch
 
 try:
     import fcntl
-except ImportError:  # Windows: two processes may compile the same file, each whole
+except ImportError:  # Windows: without a lock, two processes may write the same file
     fcntl = None  # type: ignore[assignment]
 
 
@@ -39,7 +39,8 @@ def _processor() -> str:
 def locked(file: Path) -> Iterator[None]:
     """Wait until no other process holds the lock on `file`, and hold it inside the block.
 
-    The kernel releases the lock of a process that dies. The file stays, empty.
+    The file is created empty if it is missing, in a directory that exists, and stays. The kernel
+    releases the lock of a process that dies. On Windows nothing is locked.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:

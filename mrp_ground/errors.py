@@ -19,19 +19,19 @@ class ArgumentError(ValueError):
 
 
 class PatternError(ArgumentError):
-    """`sparsity` or `pattern` is missing, malformed, or does not fit a layer."""
+    """`sparsity` or `pattern` is missing or malformed, or does not fit a layer or its weights."""
 
 
 class TargetError(ArgumentError):
-    """Requested layers or blocks do not exist, or cannot be pruned as they are."""
+    """Requested layers or blocks do not exist, or cannot be pruned or packed as they are."""
 
 
 class FormatError(ArgumentError):
-    """A checkpoint cannot be read as what it says it is: missing, damaged or unknown content."""
+    """A checkpoint, another file or a tensor has missing, damaged or unknown content."""
 
 
 class OptionError(ArgumentError):
-    """An option has a value that it cannot have."""
+    """An option or argument is unknown, missing, out of range, contradictory or not usable here."""
 
 
 def first_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """Grids of few bits: a codebook, and a scale for some columns of a row.
 
 A weight on a grid is code times scale, with the code from a codebook and one scale for each
-`group_size` consecutive columns of a row; some grids subtract a minimum, likewise. `grid_of_bits`
-gives the grids of this project's packed formats, `GRIDS` those of the types that engines read: the
-solver is the same for all of them.
+`group_size` consecutive columns of a row; some grids also subtract a minimum, one for each such
+group. `grid_of_bits` gives the grids of this project's packed formats, `GRIDS` those of the types
+that engines read: the solver is the same for all of them.
 """
 
 import math
@@ -39,7 +39,7 @@ class ScaleType:
     largest: float = 2.0**100
 
     def round(self, scales: Tensor) -> Tensor:
-        """Return the nearest scales of this type to positive numbers."""
+        """Return the nearest scales of this type to numbers ≥ 0; outside its range, its ends."""
         clamped = scales.clamp(self.smallest, self.largest)
         # 1. Mantissas of `frexp` are in [½, 1): the quantum is 2^(exponent − significant).
         # 2. A mantissa that is rounded up to 1 gives the next power of two, which the type has.
@@ -49,7 +49,7 @@ class ScaleType:
         return (clamped / quanta).round_().mul_(quanta)
 
     def shift(self, scales: Tensor, steps: int) -> Tensor:
-        """Return the scales that are some steps larger, as if all were normal numbers."""
+        """Return the scales `steps` numbers above positive ones, as if all were normal numbers."""
         half = 1 << (self.significant - 1)
         mantissas, exponents = torch.frexp(scales)
         # Normal numbers are numbered one after the other, `half` of them for each exponent, so that
@@ -98,7 +98,7 @@ class GridParameters:
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that weights of few bits can have: code times scale, or minus a minimum.
+    """The values that weights of few bits can have: code·scale, or code·scale − minimum.
 
     Attributes:
         bits: Bits of a stored code.
@@ -107,7 +107,7 @@ class Grid:
         codebook: The codes, whole numbers in ascending order. If it is not symmetric about zero,
             scales have a sign, which decides the end of the codebook that a group reaches.
         scales: The numbers that scales and minima can be; with `steps`, those that units can be.
-        name: Its name in `GRIDS`; None for the grids of `grid_of_bits`.
+        name: The name of an engine's type, such as those in `GRIDS`; None for `grid_of_bits`.
         steps: The lowest and the highest of the whole numbers that scales are, times a unit; None
             for scales that are stored as they are. Minima are such numbers times another unit.
         together: The number of consecutive groups of a row that share a unit.
@@ -154,7 +154,7 @@ class Grid:
 
     @property
     def holds_zero(self) -> bool:
-        """Whether zero is a code; with a minimum, codes of zero differ from group to group."""
+        """Whether zero is a code in each group; False with minima, where its code may differ."""
         return 0 in self.codebook and not self.minimum
 
     def groups(self, columns: int) -> int:
@@ -173,13 +173,13 @@ class Grid:
         return padded.view(rows, -1, self.group_size)
 
     def spread(self, scales: Tensor, columns: int) -> Tensor:
-        """Return the scales (rows, groups) of the weights of a row: (rows, columns)."""
+        """Repeat the scales (rows, groups) for each weight of their groups: (rows, columns)."""
         return scales.repeat_interleave(self.group_size, 1)[:, :columns]
 
     def round_scales(self, scales: Tensor, units: Tensor | None = None) -> Tensor:
-        """Return the nearest scales that the grid can have; signs stay.
+        """Return the nearest scales that the grid can have, never zero; without units, signs stay.
 
-        Scales are whole multiples of `units`, if these are given, and then never zero.
+        For a grid with `steps`, scales are whole multiples of `units`, if these are given.
         """
         if units is None or self.steps is None:
             return self.scales.round(scales.abs()).copysign(scales)
@@ -188,10 +188,7 @@ class Grid:
         return torch.where(steps == 0, 1, steps) * units
 
     def round_minima(self, minima: Tensor, units: Tensor | None = None) -> Tensor:
-        """Return the nearest minima that the grid can have, which may be zero.
-
-        Minima are whole multiples of `units`, if these are given, and then not negative.
-        """
+        """Return the nearest minima that the grid can have; with `units`, their multiples ≥ 0."""
         if units is None or self.steps is None:
             rounded = self.scales.round(minima.abs()).copysign(minima)
             # `ScaleType.round` clamps to the smallest scale, but a minimum may be zero.
@@ -201,7 +198,7 @@ class Grid:
     def choose_units(self, scales: Tensor) -> Tensor:
         """Return the unit that scales (groups, ...) share: (...).
 
-        With this unit, the largest scale is the step farthest from zero.
+        With this unit, the largest scale is, up to rounding, the step farthest from zero.
         """
         assert self.steps is not None
         largest = scales.gather(0, scales.abs().argmax(0, keepdim=True))[0]
@@ -209,9 +206,9 @@ class Grid:
         return self.scales.round(units.abs()).copysign(units)
 
     def units(self, scales: Tensor) -> Tensor | None:
-        """Return the units of scales or minima of the grid (rows, groups), likewise.
+        """Return the units of scales or minima (rows, groups) of the grid, of the same shape.
 
-        They are None if the grid has none, 0 for numbers that have no unit, and 1 for zeros alone.
+        None for a grid without `steps`. The unit is 0 for groups that share none, 1 if all are 0.
         """
         if self.steps is None:
             return None
@@ -248,14 +245,14 @@ class Grid:
         return ratios.copy_(codes[halves.long()])
 
     def codes_of(self, weight: Tensor, parameters: GridParameters) -> Tensor | None:
-        """Return the codes of a weight for its known parameters, None unless they give its bits.
+        """Return the codes of a weight for its known parameters, None unless they give its values.
 
         Args:
             weight: (rows, columns), floating point.
             parameters: The parameters, which need not be those of this grid.
 
         Returns:
-            int8 (rows, columns), such that `values` in the weight's dtype equals the weight.
+            int8 (rows, columns), whose `values` in the weight's dtype equal it; −0.0 equals 0.
         """
         rows, columns = weight.shape
         parameters = parameters.map(lambda tensor: tensor.to(weight.device, torch.float32))
@@ -305,18 +302,20 @@ class Grid:
         """Return the codes and scales of a weight that lies on the grid.
 
         Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that
-        of the smallest codes is taken. A group of zeros has the scale 1.
+        of the smallest codes is taken, for grids with a name that of the largest. A group of zeros
+        has the scale 1, or 0 if no code is zero.
 
         Args:
             weight: (rows, columns), floating point.
             known: The parameters with which the weight was made, if they are known. They are used
-                if they give its bits.
+                if they give its values; see `codes_of`.
 
         Returns:
             The codes, int8 (rows, columns), and the scales, float32 (rows, groups).
 
         Raises:
-            FormatError: Some group of a row has no such scale; the message names the first.
+            FormatError: Some group of a row has no such scale, or the grid has minima and they are
+                not `known`; the message names the first group.
         """
         codes, scales, fits = self.fit(weight, known)
         if not bool(fits.all()):
@@ -359,7 +358,7 @@ class Grid:
         return codes, scales, fits
 
     def _fit(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes (rows, groups, group_size) and scales of some rows."""
+        """Return codes (rows, groups, group_size), scales and `fits`, (rows, groups), of rows."""
         values = self.grouped(weight.to(torch.promote_types(weight.dtype, torch.float32)))
         peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
         if self.steps is not None:
@@ -367,7 +366,7 @@ class Grid:
         if not self.signed:
             peaks = peaks.abs()
         zero = peaks == 0
-        codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and in vain
+        codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and never fits
         # Without a code for zero, a group of zeros has the scale zero.
         scales = torch.ones_like(peaks) if self.holds_zero else (~zero).to(peaks.dtype)
         # 1. The largest weight gives the candidates: each code leaves few scales for it.
@@ -392,7 +391,7 @@ class Grid:
     def _fit_units(
         self, values: Tensor, peaks: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same for scales that share units, which are found from the largest peaks."""
+        """Return the result of `_fit` for scales that share units, found from the largest peaks."""
         assert self.steps is not None
         rows = values.unflatten(1, (-1, self.together)).flatten(0, 1)  # (units, groups, group_size)
         peaks = peaks.view(-1, self.together)
@@ -511,8 +510,9 @@ def grid_of_bits(bits: int, group_size: int = GROUP_SIZE, *, zero_has_a_code: bo
         bits: Bits of a stored code: 3, 4 or 8.
         group_size: Number of columns with one scale, ≥ 1.
         zero_has_a_code: Whether zero is one of the 2^bits codes −2^(bits − 1) to 2^(bits − 1) − 1,
-            whose longer end the sign of the scale chooses. Otherwise zero has no code, as in
-            formats that store the positions of the other weights, and there is one more code.
+            whose longer end the sign of the scale chooses. Otherwise 2^(bits − 1) is a code, too,
+            as in formats that store the positions of non-zero weights, and no code of zero. Zero
+            is in the codebook in both cases; 8 bits have one codebook.
 
     Raises:
         OptionError: `bits` or `group_size` is out of range.

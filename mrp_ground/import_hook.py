@@ -1,7 +1,7 @@
-"""Import a module as soon as another one is imported, so that nobody waits for the latter.
+"""Import a module right after another one is imported, without importing the latter early.
 
 transformers has no discovery of plug-ins, and importing it takes seconds. Its quantizer plug-ins
-are therefore imported by a finder on `sys.meta_path`, which waits for transformers' own table.
+are therefore imported by a finder on `sys.meta_path`, after transformers' own table of quantizers.
 """
 
 import sys
@@ -16,19 +16,19 @@ from types import ModuleType
 def import_after(module: str, follower: str) -> None:
     """Import `follower` now if `module` has been imported, else right after `module` is.
 
-    A second call with the same names does nothing. `follower` may import `module`, which is whole
-    by then.
+    A second call with the same names does nothing. `follower` may import `module`, which has been
+    executed by then.
     """
     if module in sys.modules:
         import_module(follower)
     elif _Watch(module, follower) not in sys.meta_path:
-        # In front, since the first finder that knows a module is the last one asked.
+        # In front, since no finder is asked after the first one that knows the module.
         sys.meta_path.insert(0, _Watch(module, follower))
 
 
 @dataclass(frozen=True)
 class _Watch(MetaPathFinder):
-    """Finder that has a follower imported right after a module."""
+    """Finder that imports `follower` right after `module`."""
 
     module: str
     follower: str
@@ -42,8 +42,8 @@ class _Watch(MetaPathFinder):
         """Return the specification of the watched module, and `None` for any other."""
         if fullname != self.module:
             return None
-        # Those before this finder were asked, and a watch among them asks this one: it would be
-        # without end to ask them again.
+        # Only later finders are asked: an earlier watch of the same module asks this one, and to
+        # ask that watch in turn would never end.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -63,7 +63,7 @@ class _ThenFollower(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module by its own loader; after a failure the next import tries again."""
+        """Execute the module by its own loader, then import its follower."""
         # 1. The module's own loader is restored, so that a reload does not come here.
         # 2. The watch goes only after success: a failed import leaves it for the next one.
         # 3. The follower comes last, since it imports the module, which has to be complete.

@@ -1,4 +1,4 @@
-"""JSON files that are refused by name where they are not what they should be."""
+"""Read JSON files, with errors that name the file and the next step."""
 
 import json
 import os
@@ -15,12 +15,13 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
     Args:
         path: The file.
         remedy: The next step if it cannot be read, such as "prune again".
-        version: The `format_version` that it has to have; `None` for a file that has none.
+        version: The `format_version` that it has to have; `None` checks none.
 
     Raises:
         FileNotFoundError: There is no such file.
-        FormatError: The file is no JSON object, or of another version; or no file, but a directory
-            or a pipe, which would be waited for.
+        FormatError: The file is no JSON object, holds NaN, a number beyond the range of floats or
+            half of a surrogate pair, or is of another version; or the path is a directory, a link
+            that leads nowhere, or a pipe, which would be waited for.
     """
     if os.path.lexists(path) and not Path(path).is_file():
         raise FormatError(f"{path} is no file. Move it away, or {remedy}.")
@@ -44,7 +45,7 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
 
 
 def check_version(content: Any, source: str, version: int, remedy: str) -> None:
-    """Raise a `FormatError` where `format_version` is missing or another one."""
+    """Raise a `FormatError` if content is no mapping, or its `format_version` is not `version`."""
     stored = content.get("format_version") if isinstance(content, dict) else None
     if stored != version:
         raise FormatError(
@@ -54,7 +55,7 @@ def check_version(content: Any, source: str, version: int, remedy: str) -> None:
 
 
 def _within_floats(number: int | float) -> int | float:
-    """Return a number that is neither NaN nor beyond the range of floats, or raise."""
+    """Return the number; raise a `ValueError` if it is NaN or beyond the range of floats."""
     if not abs(number) <= sys.float_info.max:
         raise ValueError("a number in it is NaN, or beyond the range of floats")
     return number

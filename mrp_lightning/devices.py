@@ -10,7 +10,7 @@ from mrp_lightning.errors import OptionError, first_line
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA if available.
+    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA if available, else cpu.
 
     Raises:
         OptionError: The name is none of these, or this machine lacks the device.

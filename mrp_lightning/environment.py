@@ -26,14 +26,14 @@ progress_log = logging.getLogger("lightning.pytorch.progress")
 _HUB_SECONDS = 3
 """Seconds that the hub has to answer."""
 _ANSWER_SECONDS = 60
-"""Seconds for which an answer of the hub, or its absence, is cached."""
+"""The most seconds for which an answer of the hub, or its absence, is cached."""
 
 
 def why_no_hub() -> str | None:
     """Return why the hub cannot be reached, `None` if it can be.
 
-    Libraries that load from the hub retry each file for half a minute; a single request decides
-    here.
+    Libraries that load from the hub retry each file for half a minute; here a single request
+    decides, whose answer is cached for up to a minute.
     """
     import huggingface_hub
 
@@ -58,12 +58,12 @@ _SPINS = "1000"
 
 
 def wait_briefly() -> None:
-    """Make torch's threads sleep soon where they wait for each other; before torch is imported.
+    """Make torch's threads sleep soon where they wait for each other; call it before torch loads.
 
-    libgomp lets a thread that is finished wait in a loop of 300,000 turns, about ten milliseconds,
-    for the others. With other work on the machine the thread that is waited for is the one without
-    a core, so that the loop takes its time from it, at each of thousands of products. A user's own
-    OMP_WAIT_POLICY or GOMP_SPINCOUNT stays.
+    In libgomp a thread that is finished waits in a loop of 300,000 turns, about ten milliseconds,
+    for the others. If other work leaves too few cores, the loop occupies the core that a slower
+    thread needs, at each of thousands of products. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT
+    stays.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = _SPINS
@@ -101,7 +101,7 @@ def _is_no_tip(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def silent_start() -> Iterator[None]:
-    """Silence the messages of a start that name nothing: devices that are not there, and the seed.
+    """Silence Lightning's messages about absent devices and the seed.
 
     transformers' bars of loading and writing are silenced, too; those of downloads are shown.
     """
@@ -143,7 +143,10 @@ def _no_loading_bars() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's messages and transformers' loading bars; progress is still reported."""
+    """Silence Lightning's messages and transformers' loading bars; progress is still reported.
+
+    Until the context ends, `sys.argv` has no arguments and warnings are shown without their source.
+    """
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     argv, formatwarning = sys.argv, warnings.formatwarning
@@ -169,8 +172,10 @@ def quiet_lightning() -> Iterator[None]:
 def extra(name: str, purpose: str) -> Iterator[None]:
     """Explain an import error in this context by the extra of `pyproject.toml` that is missing.
 
+    `purpose` is the subject of the message, such as "The command line".
+
     Raises:
-        DependencyError: An import that `purpose` needs failed.
+        DependencyError: An import in the context failed.
     """
     try:
         yield
@@ -203,9 +208,10 @@ def _requirement(extra_name: str) -> str:
 
 
 def command() -> str | None:
-    """Return the command line that started this process, `None` at a prompt and in a notebook.
+    """Return the command line that started this process.
 
-    The interpreter and installed scripts appear by their names, without directories.
+    It is `None` at a prompt, in a notebook and with `python -c`. The interpreter and installed
+    scripts appear by their names, without directories.
     """
     first, *arguments = sys.orig_argv[1:] or [""]
     if first in ("", "-c", "-i") or "ipykernel_launcher" in arguments:

@@ -9,7 +9,8 @@ from mrp_ground.errors import counted as counted
 from mrp_ground.errors import first_line as first_line
 
 FAILED, MISTAKE = 1, 2
-"""Exit statuses: the command failed, and its arguments are wrong."""
+"""Exit statuses: an export does not compute what its source does, or another process has ended; and
+an error that a user can correct, such as a wrong argument (see `exit_on_mistake`)."""
 
 
 def ended_by(signal: int) -> int:
@@ -18,11 +19,15 @@ def ended_by(signal: int) -> int:
 
 
 class MethodError(ArgumentError):
-    """`method` does not exist, or cannot be combined with the pattern."""
+    """`method` does not exist, or cannot be combined with the pattern or another option."""
 
 
 class HessianError(ValueError):
-    """The Hessian is not usable: no tokens, NaN or Inf, all zero, or not positive definite."""
+    """A Hessian or the inputs that it sums up are unusable, or lead to a weight out of range.
+
+    Causes are a wrong shape or dtype, no tokens, NaN or Inf, and a matrix that is zero, not
+    symmetric or not positive definite.
+    """
 
 
 class StrategyError(ArgumentError):
@@ -42,7 +47,7 @@ class ParityError(ValueError):
 
 
 class SaveError(OSError):
-    """A pruned model could not be written. It is still in memory, and can be saved elsewhere."""
+    """A journal, or a pruned model, which is still in memory, could not be written."""
 
 
 class JournalError(ValueError):

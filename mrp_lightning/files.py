@@ -61,10 +61,10 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 
 
 def hidden_sibling(path: Path, suffix: str) -> Path:
-    """Return the hidden path `.NAME` + suffix next to a directory, for its unfinished content.
+    """Return the hidden path `.NAME` + suffix next to a path, for its lock or unfinished content.
 
     Raises:
-        OptionError: The directory has no name, being the root, or one that is too long.
+        OptionError: The path has no name, being the root, or one of more than 230 bytes.
     """
     size, most = len(os.fsencode(path.name)), _NAME_MAX - _ADDED
     if not 0 < size <= most:
@@ -77,7 +77,7 @@ def hidden_sibling(path: Path, suffix: str) -> Path:
 
 
 def visible_files(directory: Path) -> Iterator[Path]:
-    """Yield the files in a directory and below it, except hidden ones."""
+    """Yield the files in a directory and below it, but no hidden ones or those in hidden ones."""
     for file in directory.rglob("*"):
         hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
         if file.is_file() and not hidden:
@@ -89,7 +89,7 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
 
     Parent directories are created. If writing fails, the old content stays and nothing else is
     left; afterwards the content is on the disk, also after a power failure. The file gets the
-    default permissions of the umask.
+    default permissions of the umask. A link at the path is replaced, not followed.
 
     Raises:
         OSError: The file cannot be written.
@@ -134,6 +134,8 @@ def check_output_file(
     path: str | os.PathLike[str], argument: str, remedy: str = "move it away"
 ) -> None:
     """Raise if a file would be replaced that this package did not write, or that was changed.
+
+    `remedy` ends the message, after "Name another file, or".
 
     Raises:
         FileExistsError: The path is such a file, or a directory.
@@ -208,8 +210,8 @@ def differing(directory: Path, files: Iterable[Path]) -> list[str]:
 
 def make_directories(path: Path) -> None:
     """Create a directory and its parents durably: they survive a crash of the machine."""
-    # A new directory is an entry of its parent: it lasts when the parent is flushed. The list is
-    # made before, when the missing ones can still be seen.
+    # A new directory is an entry of its parent, and survives a crash only once the parent is
+    # flushed. `missing` is computed before `mkdir` creates the directories.
     missing = [above for above in (path, *path.parents) if not above.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -246,7 +248,8 @@ def naming(path: Path) -> Iterator[None]:
     """Add the name of a file to errors in this context that name none, such as those of `fsync`.
 
     Raises:
-        OSError: The same error, with `filename`.
+        OSError: The same error, with `filename`; or a `SafetensorError`, as EIO. Errors of
+            subclasses of `OSError` pass unchanged.
     """
     try:
         yield
@@ -281,6 +284,6 @@ def _write(directory: Path, listed: Mapping[str, str]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the checksum of a file."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

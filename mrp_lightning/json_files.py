@@ -54,7 +54,8 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
         remedy: The next step, which ends the message.
 
     Raises:
-        FormatError: Values are missing or have other types. The message lists all of them.
+        FormatError: Values are missing, have other types or are refused by `__post_init__`; the
+            message lists all of them. Or the content holds objects that JSON cannot.
     """
     step = remedy[0].upper() + remedy[1:]
     refused = f"{source} is not as mrp-lightning writes it. {step}."

@@ -1,4 +1,4 @@
-"""The memory of a process: the most that it held, what it returns, and errors for a lack of it."""
+"""The memory of a process: its peak, the return of freed memory, and errors for a lack of it."""
 
 import ctypes
 import sys
@@ -20,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return memory that was freed to the system, where the C library would keep it.
+    """Return freed memory to the system, where the C library would keep it.
 
     glibc keeps what lies between pieces in use, for all sizes below 32 MB: after the column blocks
     of a wide layer, whose temporary tensors have as many sizes as blocks, that may be 1 GB.
@@ -40,8 +40,8 @@ def peak_rss() -> int | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory in bytes: torch's on a GPU, else the process's resident memory.
+    """Return the peak memory in bytes: torch's on a GPU, else as `peak_rss`.
 
-    On a GPU it counts from the last reset of torch's peak, which each pruned layer does.
+    On a GPU it counts from the last reset of torch's peak, which pruning a layer begins with.
     """
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()

@@ -74,6 +74,7 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
     """Raise unless results can be added to a directory, or the directory be created.
 
     Raises:
+        OptionError: The path is invalid in every file system.
         FileExistsError: The path is no directory, or the root of all files.
         PermissionError: The directory cannot be created or written.
     """
@@ -118,8 +119,8 @@ def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
     """Check that a directory is empty or missing, or may be replaced and holds only our files.
 
     Raises:
-        FileExistsError: It is not empty, and `overwrite` is false or it holds files that others
-            wrote or changed, which the message names.
+        FileExistsError: The directory is not empty, and `overwrite` is false or it holds files that
+            others wrote or changed, which the message names.
     """
     if not path.is_dir() or not any(path.iterdir()):
         return
@@ -142,7 +143,7 @@ def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
 
 
 def _check_room(path: Path, argument: str, num_bytes: int) -> None:
-    """Raise if the parent of a path is not writable, or its disk too full."""
+    """Raise if a path cannot be created or replaced in its parent, or the disk is too full."""
     above = _existing(path.parent)
     _probe(above, path, argument)
     if path.is_dir():
@@ -193,8 +194,9 @@ def check_output_dir(
             `overwrite` is false or it holds files that others wrote or changed, which the message
             names; it is a mount point; it is, or contains, the working directory, the home
             directory or a source; or another process is writing it.
-        PermissionError: The directory cannot be created or replaced.
-        OptionError: The disk has too little free space.
+        PermissionError: The directory cannot be created, replaced or locked.
+        OptionError: The disk has too little free space, or the path is invalid: see `output_path`
+            and `hidden_sibling`.
     """
     path = output_path(path)
     _check_replaceable(path, argument, sources)
@@ -222,17 +224,18 @@ def save_directory(
 ) -> Iterator[Path]:
     """Yield an empty directory that becomes `path` when the context ends without an error.
 
-    After an error, the yielded directory is removed and `path` is unchanged. While another process
-    writes `path`, this function waits. Files get the default permissions of the umask; a replaced
-    directory keeps its own. All content is on the disk before the replaced directory is deleted,
-    and before the context ends. The arguments are those of `check_output_dir`.
+    After an error in the context, that directory is removed and `path` is unchanged. While another
+    process writes `path`, this function waits. Files get the default permissions of the umask; a
+    replaced directory keeps its own. All content is on the disk before the replaced directory is
+    deleted, and before the context ends. The arguments are those of `check_output_dir`.
 
     Raises:
-        FileExistsError: `check_output_dir` raises for `path`, at the start or the end of the
-            context.
-        PermissionError: Likewise.
-        OSError: A replaced directory could not be restored after a failure; the message says where
-            it is.
+        FileExistsError: `check_output_dir` raises it for `path`, at the start or the end of the
+            context; but another process is waited for.
+        PermissionError: Likewise, at the start.
+        OptionError: Likewise, at the start.
+        OSError: The content could not be written to the disk; or a replaced directory could not be
+            restored after a failure, and the message names its new path.
     """
     path, sources = output_path(path), [output_path(source) for source in sources]
     _check_replaceable(path, argument, sources)
@@ -268,15 +271,16 @@ def save_file(path: Path, *, argument: str) -> Iterator[Path]:
     """Yield the path of a file to write, which becomes `path` when the context ends without error.
 
     After an error, the file is removed and `path` is unchanged. Leftovers of killed processes are
-    removed at the next start. While another process writes `path`, this function waits.
+    removed by the next call for `path`. While another process writes `path`, this function waits.
 
     Args:
         path: The file, resolved; an existing one is replaced.
         argument: The name of the argument with the path, for messages.
 
     Raises:
-        PermissionError: The directory of the file cannot be created or written.
-        OSError: The file cannot be flushed to the disk.
+        OptionError: The name of the file has more than 230 bytes.
+        PermissionError: The directory of the file cannot be created, written or locked.
+        OSError: The file was not written, or cannot be flushed to the disk.
     """
     make_directories(path.parent)
     with _held(path, argument):
@@ -297,10 +301,11 @@ def _lock_file(path: Path) -> Path:
 
 @contextmanager
 def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
-    """Lock a directory against other processes; wait for a process that is writing it.
+    """Lock an output path against other processes; wait for a process that is writing it.
 
     Raises:
-        Timeout: Another process still holds the lock after `timeout` seconds; negative never.
+        Timeout: Another process still holds the lock after `timeout` seconds; never raised if
+            `timeout` is negative.
         PermissionError: The path of the lock cannot be used.
     """
     file = _lock_file(path)
@@ -344,7 +349,7 @@ def _remove_abandoned(path: Path) -> None:
 def _give_permissions(staging: Path, path: Path) -> None:
     """Give files and directories the default permissions, since temporary ones are private.
 
-    A replaced directory keeps its mode, and its group if it has the setgid bit.
+    A replaced directory keeps its mode; if it has the setgid bit, all content gets its group.
     """
     # The umask can only be read by setting it; it is restored at once.
     umask = os.umask(0)

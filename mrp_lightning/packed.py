@@ -1,3 +1,3 @@
-"""The former name of `mrp_sparse.packed_linear`, for code that imports it."""
+"""The former name of `mrp_sparse`, for code that imports it."""
 
 from mrp_sparse import *  # noqa: F403

@@ -25,6 +25,8 @@ class Processes:
         rank: The number of this process, from 0.
         size: The number of processes. With one, nothing is communicated.
         device: The device whose tensors the processes exchange.
+
+    All methods but `share` raise a `ProcessError` if another process has ended or is out of reach.
     """
 
     rank: int = 0
@@ -81,7 +83,7 @@ class Processes:
         return [received.tolist() for received in self._gather(sent)]
 
     def all(self, value: Any) -> list[Any]:
-        """Return the values of all processes: plain containers of strings and numbers."""
+        """Return the values of all processes, in the order of ranks; they must be picklable."""
         if self.size == 1:
             return [value]
         received: list[Any] = [None] * self.size

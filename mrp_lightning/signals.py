@@ -58,8 +58,9 @@ def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -
 
     Args:
         signals: The signals, those of `unclaimed_signals` before a trainer installs its handlers.
-        at_once: Whether SIGTERM ends the process, with the same status, if an operation takes
-            longer than a few seconds.
+        at_once: Whether SIGTERM ends the process, with the same status, if the context is not left
+            within 8 seconds, as in a long operation. It has no effect if the program has set a
+            wakeup file descriptor.
     """
     # One handler for all signals: the first of them ends the run, and the others are ignored.
     stop = _Stop()

@@ -1,4 +1,4 @@
-"""The console of the commands, which prints every string as it is."""
+"""The console of the commands, which interprets no markup in strings."""
 
 from typing import IO, Any
 
@@ -13,7 +13,8 @@ class Console(console.Console):
     text; a style is given by `rich.text.Text`.
 
     Args:
-        width: The number of columns; `None` means those of the terminal, or 80 in a file.
+        width: The number of columns; `None` means the variable COLUMNS, else the width of the
+            terminal, else 80. Longer lines are wrapped.
         file: The stream, by default standard output.
         stderr: Whether standard error takes the place of standard output.
     """

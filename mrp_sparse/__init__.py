@@ -1,7 +1,7 @@
 """Run models with packed sparse weights: formats, kernels, layers and a plug-in for transformers.
 
 After this package is imported, `AutoModelForCausalLM.from_pretrained` reads the packed formats,
-also if transformers is imported later. `import export` does the same and has shorter names.
+also if transformers is imported later. `import export` does the same, and adds `export.load`.
 """
 
 from typing import TYPE_CHECKING, Any

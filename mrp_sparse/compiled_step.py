@@ -1,9 +1,9 @@
 """A step of decoding without Python: compiled ahead of time, and kept for the next start.
 
-What is compiled is the model's own forward for one token with a static cache of keys and values,
-by torch.export and AOTInductor. Packed layers call their operators, and what lies between products
-becomes loops in C++. The weights are not part of what is kept: every model of the same shapes and
-packed formats runs it, however many weights of a layer are not zero.
+torch.export and AOTInductor compile the model's own forward for one token with a static cache of
+keys and values. Packed layers call their operators, and the code between products becomes loops in
+C++. The file holds no weights: every model of the same configuration, shapes and formats runs it,
+however many weights of a layer are not zero.
 """
 
 import hashlib
@@ -48,7 +48,10 @@ class Step(nn.Module):
             self.register_buffer(f"values_{i}", layer.values)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """Map the token (1, 1) at a position, int64 (1,), to the logits (1, 1, vocabulary)."""
+        """Map the token (1, 1) at a position, int64 (1,), to the logits (1, 1, vocabulary).
+
+        The keys and values of the token are written to the cache, in place.
+        """
         # While the step is traced, its buffers are tensors without data. The cache has to hold the
         # same ones: only then are its updates recorded as updates of buffers.
         self.give_back()
@@ -58,7 +61,7 @@ class Step(nn.Module):
         return output.logits
 
     def give_back(self) -> None:
-        """Assign the buffers to the cache again; tracing leaves tensors without data in it."""
+        """Assign the buffers to the cache, with length 0; tracing leaves tensors without data."""
         for i, layer in enumerate(self.layers):
             layer.cumulative_length = torch.tensor(0)
             layer.keys = self.get_buffer(f"keys_{i}")
@@ -73,16 +76,16 @@ class CompiledStep:
 
     Args:
         model: The model, on the CPU. Its weights are shared and must stay where they are.
-        length: The largest number of tokens, rounded up to a multiple of `LENGTHS`.
-        later: Whether the step is compiled and loaded by `prepare`, which the caller calls, and not
-            at once.
+        length: Most tokens, prompt included; it is rounded up to a multiple of `LENGTHS`.
+        later: Whether the caller compiles and loads the step by `prepare`; if not, it is done here.
 
     Attributes:
         file: The file of the compiled step.
 
     Raises:
-        OptionError: A model of this kind cannot be compiled.
-        Exception: The errors of torch.export and of the compilers, of many kinds.
+        OptionError: The model is not on the CPU, its cache has layers other than `StaticLayer`, or
+            the step uses tensors of no module.
+        Exception: The errors of the model, of torch.export and of the compilers, of many kinds.
     """
 
     @torch.inference_mode(False)
@@ -111,6 +114,7 @@ class CompiledStep:
         """Load the step, compiled before if its file is missing.
 
         Raises:
+            OptionError: The step uses tensors of no module.
             Exception: The errors of torch.export and of the compilers, of many kinds.
         """
         # Of several processes one compiles; the others wait, and load its file.
@@ -128,7 +132,7 @@ class CompiledStep:
     @torch.inference_mode(False)
     @torch.no_grad()
     def read(self, prompt: Tensor) -> Tensor:
-        """Process a prompt, int64 (1, tokens), and return the logits (vocabulary,) after it."""
+        """Start anew with a prompt, int64 (1, tokens); return the logits (vocabulary,) after it."""
         self._step.give_back()
         self._position = prompt.shape[1]
         output = self._model(input_ids=prompt, past_key_values=self._cache, logits_to_keep=1)
@@ -139,7 +143,7 @@ class CompiledStep:
         """Append a token, int64 (1, 1), and return the logits (vocabulary,) after it.
 
         Raises:
-            OptionError: There is no room left.
+            OptionError: The cache is full: prompt and tokens reach the (rounded) length.
         """
         if self._position >= self._length:
             raise OptionError(f"there is room for {self._length} tokens, and all are there")
@@ -201,19 +205,23 @@ def _compile(step: Step, file: Path) -> None:
 
 
 def _constants(step: Step, run: Any) -> dict[str, Tensor]:
-    """Return the tensors of the model and its cache by their names in the compiled step."""
+    """Return the tensors of the model and its cache by their names in the compiled step.
+
+    Raises:
+        OptionError: The step uses a tensor of no module.
+    """
     # With duplicates, since a tied weight may be traced under any of its names.
     known: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
     known |= dict(step.named_buffers(remove_duplicate=False))
     names = run.loader.get_constant_fqns()
-    # Such a tensor is a value of the model that was traced, and would be wrong for the next.
+    # A tensor of no module is a value of the traced model, and would be wrong for another one.
     if unknown := sorted(set(names) - known.keys()):
         raise OptionError(f"it computes with tensors of no module: {', '.join(unknown[:3])}")
     return {name: known[name].detach() for name in names}
 
 
 def round_activations(model: nn.Module) -> None:
-    """Set all layers of four bits to round their activations to 8 bits."""
+    """Set `eight_bit_activations` of all layers of four bits, in place."""
     for module in model.modules():
         if isinstance(module, Bitmask4Linear):
             module.eight_bit_activations = True

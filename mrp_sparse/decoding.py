@@ -29,7 +29,8 @@ _FREE |= {f"output_{output}" for output in ("attentions", "hidden_states", "scor
 
 _EAGER = "Python takes each step of decoding, which is slower: the step could not be compiled (%s)."
 _WARM_UP_TOKENS = 6
-"""A compiled step runs once to warm up and once to be captured; the prompt is another graph."""
+"""Tokens of a warm-up: a compiled step runs once to warm up and once to be captured; the prompt is
+another graph."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Speed:
         tokens: Number of new tokens.
         first: Seconds until the first new token.
         rate: Tokens a second after the first; 0 for a single token.
-        num_bytes: Bytes of the weights in memory.
+        num_bytes: Bytes of the parameters and buffers in memory.
     """
 
     tokens: int
@@ -56,11 +57,15 @@ class Speed:
 
 
 class TimedStreamer(TextStreamer):
-    """Print tokens as they are generated, and record the time of each."""
+    """Streamer that prints the prompt and each token as text, and records their times.
+
+    Attributes:
+        times: `time.perf_counter()` as the prompt came, then as each token came.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
-        self.times: list[float] = []  # of the prompt, then of each token
+        self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt, then the tokens one by one."""
@@ -75,15 +80,15 @@ def write(
     max_new_tokens: int,
     compiled: bool,
 ) -> Speed:
-    """Let a model continue a text, likeliest token after likeliest token.
+    """Continue a text greedily, and measure the speed.
 
     Args:
         model: A language model of transformers, dense or packed, in evaluation.
         tokens: `input_ids` and `attention_mask` of the beginning of the text, each (1, tokens).
-        streamer: Prints the tokens as they come.
-        max_new_tokens: Number of new tokens at most; an end token ends the text earlier.
+        streamer: Prints the tokens as they come; a new one, without `times`.
+        max_new_tokens: Number of new tokens at most, ≥ 1; an end token ends the text earlier.
         compiled: Whether steps run without Python, if this model can be compiled. If it cannot, a
-            warning says why.
+            warning gives the reason, and steps run eagerly.
 
     Returns:
         The speed, after a warm-up.
@@ -113,23 +118,25 @@ def write(
 
 
 def step_to_compile(model: Any, length: int) -> CompiledStep | None:
-    """Return the step of a model for a number of tokens if it can be compiled and is not yet.
+    """Return the step of a model for `length` tokens, prompt included, for `compile_step`.
 
-    `compile_step` compiles it. Where it cannot be compiled, `write` gives the reason.
+    Returns:
+        The step; `None` if it is compiled already, if the model is not on the CPU, or if it is
+        refused before any compilation, for which `write` logs the reason.
     """
     if not _is_on_cpu(model):
         return None
     try:
         _require_greedy(model)
         step = CompiledStep(model, length, later=True)
-    except Exception:  # of the model's own code, too, whose kinds nobody knows
+    except Exception:  # also of the model's own code, of any type
         log.debug("The step cannot be compiled.", exc_info=True)
         return None
     return None if step.file.is_file() else step
 
 
 def compile_step(step: CompiledStep) -> None:
-    """Compile a step for the next start; a failure is logged, since the text is written."""
+    """Compile a step for the next start. A failure is a warning, since the text is written."""
     try:
         step.prepare()
     except Exception as error:  # each part of torch.export and the compilers has its own
@@ -138,7 +145,7 @@ def compile_step(step: CompiledStep) -> None:
 
 
 def _require_greedy(model: Any) -> None:
-    """Raise if a model's generation settings change which token follows: a step ignores them."""
+    """Raise an `OptionError` if generation settings, which a step ignores, change its tokens."""
     if asks := set(model.generation_config.to_diff_dict()) - _FREE:
         raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
 
@@ -159,7 +166,8 @@ def _warm_up(model: Any, options: Mapping[str, Any]) -> None:
 def _is_static(model: Any, options: Mapping[str, Any]) -> bool:
     """Return whether a model generates with a static cache, and compile its step by doing so.
 
-    transformers compiles the step where the cache and the quantizer allow it. A failure is logged.
+    transformers compiles the step where the cache and the quantizer allow it. A failure is
+    logged, and the result is then False.
     """
     try:
         _warm_up(model, {**options, "cache_implementation": "static"})
@@ -201,7 +209,7 @@ def _write_compiled(
 
 
 def storage_bytes(model: nn.Module) -> int:
-    """Return the bytes of all weights in memory, each storage once.
+    """Return the bytes of all parameters and buffers in memory, each storage once.
 
     A 2:4 tensor subclass gives the `nbytes` of its dense matrix; its parts are counted instead.
     """

@@ -17,9 +17,9 @@ from mrp_sparse.packed_linear import FrozenLinear, frozen
 class EightBitLinear(FrozenLinear):
     """y = x Wᵀ + b with W of 8 bits: each row is whole numbers from −127 to 127 times a scale.
 
-    On a CPU the numbers are multiplied as they are; elsewhere each product unpacks the weight.
+    The compiled CPU kernels multiply the numbers as they are, but for float64; all else unpacks W.
 
-    The arguments are those of `Sparse24Linear`; `dtype` is that of the scales.
+    The arguments are those of `Sparse24Linear`; `dtype` is that of the scales and the bias.
 
     Attributes:
         weight: The numbers, int8 (out_features, in_features).
@@ -155,7 +155,7 @@ class Head:
         model.set_submodule(self.name, layer)
         if self.table is not None:
             model.set_submodule(self.table, EightBitTable(layer).train(layer.training))
-            # Neither is a parameter now that transformers could tie.
+            # Neither weight is a parameter any more, which transformers could tie.
             weights = {f"{self.name}.weight", f"{self.table}.weight"}
             ties = model.all_tied_weights_keys
             model.all_tied_weights_keys = {a: b for a, b in ties.items() if not {a, b} & weights}

@@ -25,11 +25,12 @@ class TwoPackages(BuildHookInterface):
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Name the files, and their paths in the distribution.
+        """Add the files, and their paths in the distribution, to `build_data`.
 
         Args:
-            version: "standard" or "editable".
-            build_data: The results of all hooks.
+            version: "standard" or "editable"; an editable wheel gets no files, only built kernels.
+            build_data: The results of all hooks. Its "force_include" is extended; for a wheel with
+                kernels "tag" and "pure_python" are set.
         """
         root = Path(self.root)
         floor = root / FLOOR if (root / FLOOR).is_dir() else root.parent / FLOOR
@@ -51,7 +52,10 @@ class TwoPackages(BuildHookInterface):
         build_data["force_include"] |= {str(path): target for path, target in files.items()}
 
     def kernels(self, root: Path) -> tuple[Path, str] | None:
-        """Return the library of compiled kernels, built if needed, and the tag of its machines."""
+        """Return the library of compiled kernels, built if needed, and the tag of its machines.
+
+        If the library cannot be built, display a warning and return `None`.
+        """
         library = module(root / "kernels" / "library.py")
         try:
             return library.build(), library.tag()
@@ -65,7 +69,7 @@ class TwoPackages(BuildHookInterface):
 
 
 def module(path: Path) -> Any:
-    """Return a module of a package that is not installed yet."""
+    """Load a module from its file: its package is not installed yet."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -75,5 +79,5 @@ def module(path: Path) -> Any:
 
 
 def shipped(folder: Path) -> Iterator[Path]:
-    """Yield the files of a package, in a stable order."""
+    """Yield the files under a folder whose suffix is in `SHIPPED`, sorted by path."""
     yield from (path for path in sorted(folder.rglob("*")) if path.suffix in SHIPPED)

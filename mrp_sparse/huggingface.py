@@ -1,10 +1,10 @@
 """The quantizer plug-ins with which `from_pretrained` reads packed directories.
 
-The packed tensor is called `weight`, so that loading without it fails with a size mismatch; under
-any other name transformers would put random weights in its place.
+The packed tensor is called `weight`, so that loading without a plug-in fails with a size mismatch;
+under any other name transformers would put random weights in its place.
 
-`registration.py` imports this while transformers is still being loaded: it asks only for those of
-its modules that are there by then, and not for its models.
+`import_after` imports this module right after `transformers.quantizers.auto`, while transformers
+may still be loading: it may import only modules of transformers that are loaded by then, no models.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,14 +38,16 @@ if TYPE_CHECKING:
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` in the `config.json` of a packed directory; see `FORMAT.md`.
+    """`quantization_config` in the `config.json` of a packed directory; the arguments are its keys.
+
+    See `FORMAT.md`. All may be missing: transformers also makes a configuration without arguments.
 
     Raises:
-        FormatError: The directory was written in another version of the format, or this is damaged.
+        FormatError: A key or a value is not as this version of the format writes it.
     """
 
     layer: ClassVar[type[PackedLinear]]
-    head: dict[str, Any] | None = None  # of the object only where there is one, as in the files
+    head: dict[str, Any] | None = None  # on the instance only if given: `to_dict` writes all of it
 
     def __init__(
         self,
@@ -56,7 +58,6 @@ class PackedConfig(QuantizationConfigMixin):
         **unknown: Any,
     ) -> None:
         form = self.layer.FORMAT
-        # transformers calls with nothing, or with all keys of a file.
         settings = {"format_version": format_version, "quant_method": quant_method, "head": head}
         present = {key: value for key, value in settings.items() if value is not None}
         check_settings(form, {"modules": modules, **present, **unknown})
@@ -64,12 +65,11 @@ class PackedConfig(QuantizationConfigMixin):
             self.head = {key: head[key] for key in ("module", "format_version")}
         self.quant_method: Any = form.quant_method
         self.format_version = form.version
-        # transformers makes one without modules, too.
         self.modules: Any = modules if modules else {} if form.count else []
 
     @property
     def sizes(self) -> dict[str, Mapping[str, int]]:
-        """The arguments of each layer's class that do not follow from its shape, by name."""
+        """The arguments, by name of the layer, that the layers' shapes do not determine."""
         argument = self.layer.FORMAT.count
         if argument:
             return {name: {argument: count} for name, count in dict(self.modules).items()}
@@ -95,7 +95,7 @@ class PackedQuantizer(HfQuantizer):
         # Problems are collected, so that one error names every damaged layer.
         damaged = [*self._damage_of_head(model)]
         for name, layer in self._layers(model):
-            # What no file held is memory that nobody wrote: it may look like anything.
+            # A tensor that no file held is uninitialised memory, which may look valid.
             tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.companions)}
             if missing := [key for key, tensor in tensors.items() if not was_loaded(tensor)]:
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
@@ -139,8 +139,8 @@ class PackedQuantizer(HfQuantizer):
             yield name, layer
 
     def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None) -> Any:
-        """Put back the layers that the model's class has, with the zeros stored."""
-        # A configuration that was saved holds a name.
+        """Replace the packed layers, and the head, in place by the dense layers of the class."""
+        # `dtype` may be a name, as in a saved configuration.
         kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers = dict(self._layers(model))
         if any(layer.weight.is_meta for layer in layers.values()):
@@ -161,9 +161,9 @@ class PackedQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: "PreTrainedModel"
     ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the tensors that `save_pretrained` writes, with the note for readers; no metadata.
+        """Return the tensors that `save_pretrained` writes, with `NOTE`, and empty metadata.
 
-        Tensors that are offloaded have no data here, and transformers collects them itself.
+        If any is offloaded, `None` takes their place: transformers then collects them itself.
         """
         state = model.state_dict()
         is_offloaded = any(tensor.is_meta for tensor in state.values())
@@ -215,10 +215,10 @@ for _method in CONFIGS:
 
 
 def pack_modules(model: nn.Module, config: PackedConfig) -> None:
-    """Replace linear layers, and the head, by uninitialised packed ones of their shape.
+    """Replace linear layers, and the head, in place by uninitialised packed ones of their shape.
 
     Raises:
-        FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
+        FormatError: `misfits` finds problems, or the head does not fit. The model is unchanged.
     """
     # All checks precede the first replacement: an error leaves the model as it was, and `Head`
     # still sees the dense head and its ties.
@@ -245,7 +245,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
 
 
 def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str, str]:
-    """Return the problems of layers that cannot have the packed form, by name."""
+    """Return, by name, the problems of layers: missing, not linear, wrong shape or count."""
     problems = {}
     for name, sizes in config.sizes.items():
         if name not in modules or not is_packable(modules[name]):

@@ -28,10 +28,11 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     """Give a module the packed layers and all weights of an exported directory.
 
     Use it for a LightningModule of your own that was pruned. The layers are replaced in place, and
-    the rest of the module stays as it is. Nothing is changed if the directory does not fit.
+    all weights are copied to the module's devices and cast to its dtypes. If the directory does not
+    fit, nothing is changed.
 
     Args:
-        module: A module of the class that was pruned, with any weights, on any device.
+        module: A module of the class that was pruned, with any weights, on any device but meta.
         directory: A directory that `python -m export.to_sparse` wrote, packed or dense.
 
     Returns:
@@ -40,6 +41,7 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     Raises:
         FileNotFoundError: There is no `model.safetensors` in it.
         FormatError: Tensors are missing, unexpected, damaged or of another shape; all are listed.
+            Or a file is damaged, or of an unknown format.
     """
     directory = Path(directory)
     tensors = _tensors(directory / "model.safetensors", module.state_dict().keys())
@@ -68,7 +70,7 @@ def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
-    """Return all tensors of a file, tied ones under each of their names."""
+    """Return all tensors of a file, tied ones under each of their names among `known`."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there: not the directory of an exported module.")
     try:
@@ -86,7 +88,7 @@ def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
 
 def _packed(file: Path) -> PackedConfig | None:
     if not file.is_file():
-        return None  # what the dense format writes
+        return None  # the dense format writes no config.json
     remedy = "export the pruned module again"
     settings = read_json(file, remedy).get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None

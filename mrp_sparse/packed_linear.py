@@ -25,7 +25,7 @@ Dense = TypeVar("Dense", bound=nn.Module)
 
 
 def is_packable(module: nn.Module) -> bool:
-    """Return whether the module is a linear layer with one matrix: no convolution, no experts."""
+    """Return whether the module is an `nn.Linear`, a `Conv1D` of transformers, or of a subclass."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -78,10 +78,10 @@ class FrozenLinear(nn.Module):
     def like(
         cls, linear: nn.Module, device: torch.device | str | None = None, **count: int
     ) -> Self:
-        """Return an uninitialised layer of the shape of an `nn.Linear` or a `Conv1D`.
+        """Return an uninitialised layer of `linear`'s shape and dtype, with a bias if that has one.
 
         Args:
-            linear: The dense layer. The new one is in training if this one is.
+            linear: An `nn.Linear` or a `Conv1D`. The new layer takes its training mode.
             device: Device of the tensors; `None` is that of the dense weight.
             **count: The argument of the class that its format names as `count`, if it names one.
         """
@@ -99,10 +99,10 @@ class FrozenLinear(nn.Module):
         return self.give(linear, None)
 
     def give(self, dense: Dense, dtype: torch.dtype | None) -> Dense:
-        """Assign the weight and the bias to a dense layer of this shape, and return it.
+        """Assign the weight and the bias, trainable, to a dense layer, and return that layer.
 
         Args:
-            dense: An `nn.Linear` or a `Conv1D`, on any device.
+            dense: An `nn.Linear` or a `Conv1D` of this shape, on any device.
             dtype: Dtype of the assigned tensors; `None` is that of this layer.
         """
         weight = self.dense_weight().to(dtype)
@@ -122,11 +122,11 @@ class FrozenLinear(nn.Module):
 
 
 class PackedLinear(FrozenLinear):
-    """A linear layer whose weight is stored in a `PackedFormat`.
+    """A linear layer whose weight is stored in a `PackedFormat`; no tensor is initialised.
 
     Attributes:
         weight: The stored values; their shape and dtype are the format's.
-        bias: Added to each output, (out_features,), or `None`. It is not initialised.
+        bias: Added to each output, (out_features,), or `None`.
     """
 
     FORMAT: ClassVar[PackedFormat]
@@ -158,8 +158,8 @@ class PackedLinear(FrozenLinear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self.DERIVED:
-            # A non-persistent buffer stays out of state dicts. While there is none it must not be
-            # registered as such: accelerate moves every one of them, `None` too.
+            # State dicts hold neither non-persistent buffers nor `None`. A `None` must not be
+            # registered as non-persistent: accelerate moves all of those, `None` too.
             self.register_buffer(name, value, persistent=value is None)
             return
         super().__setattr__(name, value)
@@ -168,12 +168,12 @@ class PackedLinear(FrozenLinear):
             self.derive()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # It copies into the tensors that are there, which `__setattr__` does not see.
+        # The base class copies into existing tensors, which `__setattr__` does not see.
         super()._load_from_state_dict(*args, **kwargs)
         self.derive()
 
     def derive(self) -> None:
-        """Recompute the derived tensor after the stored ones changed; `None` without data."""
+        """Recompute the derived tensor from the stored ones; it is `None` on the meta device."""
         assert self.FORMAT.row_offsets is not None
         bits = self.places
         setattr(self, self.DERIVED, None if bits.is_meta else self.FORMAT.row_offsets(bits))
@@ -181,10 +181,11 @@ class PackedLinear(FrozenLinear):
     @classmethod
     @checked
     def from_linear(cls, linear: nn.Module) -> Self:
-        """Pack a pruned `nn.Linear`, or transformers' `Conv1D`.
+        """Pack a pruned `nn.Linear`, or transformers' `Conv1D`. The bias is not copied.
 
         Raises:
             PatternError: Its weight does not have the zeros or the shape that the format needs.
+            FormatError: Its weight is not on the grid of `Bitmask4Linear`.
             TargetError: The module is of another class.
         """
         if not is_packable(linear):
@@ -201,11 +202,10 @@ class PackedLinear(FrozenLinear):
     @classmethod
     @checked
     def from_packed(cls, tensors: Sequence[Tensor], columns: int) -> Self:
-        """Return a layer without bias on the tensors that a weight of `columns` was packed into.
+        """Return a layer without bias on packed tensors, in the format's order and not copied.
 
         Raises:
-            FormatError: The tensors are too few or too many, have other shapes, or cannot be the
-                result of packing.
+            FormatError: Their number, shapes or dtypes are wrong, or packing cannot give them.
             PatternError: No weight of so many columns has this form.
         """
         names = ("weight", *cls.FORMAT.companions)
@@ -240,7 +240,7 @@ class PackedLinear(FrozenLinear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values and the activations."""
+        """Dtype of the values, the bias and the activations."""
         return self.weight.dtype
 
     @property
@@ -257,7 +257,7 @@ class PackedLinear(FrozenLinear):
         return self.FORMAT.unpack(*self.packed(), self.in_features)
 
     def damage(self) -> str | None:
-        """Return the reason why the stored tensors were never packed together, or `None`."""
+        """Return why the stored tensors cannot be the result of packing, `None` if they can."""
         if self.places.dtype != torch.uint8:
             return f"expected uint8, got {self.places.dtype}"
         return self.FORMAT.damage(*self.packed(), self.in_features)
@@ -267,10 +267,10 @@ class Sparse24Linear(PackedLinear):
     """y = x Wᵀ + b with W 2:4: two values and one nibble for every four weights.
 
     Args:
-        in_features: Columns of W, a multiple of 8.
+        in_features: Columns of W, a positive multiple of 8.
         out_features: Rows of W.
         bias: Whether there is a b.
-        dtype: Dtype of the values, the bias and the activations.
+        dtype: Dtype of the values, the bias and the activations; by default torch's.
         device: Device of the tensors, which are not initialised.
 
     Attributes:
@@ -283,7 +283,7 @@ class Sparse24Linear(PackedLinear):
             `weight_meta` is assigned. After one of these is changed in place, set it to `None`.
 
     Raises:
-        PatternError: `in_features` does not fit.
+        PatternError: `in_features` is no positive multiple of 8.
     """
 
     FORMAT = SPARSE24
@@ -326,7 +326,7 @@ class BitmaskLinear(PackedLinear):
         out_features: Rows of W.
         num_kept: Number of weights that are not zero.
         bias: Whether there is a b.
-        dtype: Dtype of the values, the bias and the activations.
+        dtype: Dtype of the values, the bias and the activations; by default torch's.
         device: Device of the tensors, which are not initialised.
 
     Attributes:
@@ -375,7 +375,7 @@ class Bitmask4Linear(PackedLinear):
         out_features: Rows of W.
         num_bytes: Number of bytes of the codes of all weights that are not zero.
         bias: Whether there is a b.
-        dtype: Dtype of the scales, the bias and the activations.
+        dtype: Dtype of the scales, the bias and the activations; by default torch's.
         device: Device of the tensors, which are not initialised.
 
     Attributes:
@@ -384,9 +384,9 @@ class Bitmask4Linear(PackedLinear):
         weight_scales: A scale for each group, (out_features, ceil(in_features / 64)); frozen.
         bias: Added to each output, (out_features,), or `None`.
         offsets: First index of each row in `weight`, int64 (out_features,); see `BitmaskLinear`.
-        eight_bit_activations: Whether one or two tokens of bfloat16 are rounded on a CPU to 8 bits,
-            with a scale for each 64 columns, before they are multiplied: faster and less exact, off
-            by default (`python -m export.generate --activations 8` reports the error).
+        eight_bit_activations: Whether the compiled CPU kernels round one or two tokens of bfloat16
+            to 8 bits, with a scale for each 64 columns: faster and less exact, off by default
+            (`python -m export.generate --activations 8` reports the error).
     """
 
     FORMAT = BITMASK4
@@ -408,7 +408,7 @@ class Bitmask4Linear(PackedLinear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the scales and the activations."""
+        """Dtype of the scales, the bias and the activations."""
         return self.weight_scales.dtype
 
     def _multiply(self, x: Tensor) -> Tensor:

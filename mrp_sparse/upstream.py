@@ -1,4 +1,4 @@
-"""Names that torch and transformers keep to themselves."""
+"""Private names of torch and transformers, and the public ones that would replace them."""
 
 import os
 import re
@@ -50,9 +50,9 @@ def matmul_cusparselt(
 
 
 def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """The `alg_id`, and maybe `split_k` and `split_k_mode`, that are fastest for these operands.
+    """Return the `alg_id`, and maybe `split_k` and `split_k_mode`, fastest for these operands.
 
-    The operator for it tells the first alone; a binding, where torch has one, tells all. See
+    The operator for it returns the first alone; a binding, where torch has one, returns all. See
     `arguments_of_cusparselt`.
     """
     binding = getattr(torch._C, "_cusparselt", None)
@@ -83,14 +83,14 @@ def grouped_attention() -> Iterator[None]:
 def was_loaded(tensor: Tensor) -> bool:
     """Return whether `from_pretrained` read a tensor from a file, or left it on the disk.
 
-    Seen in transformers 5.23, which tells what was missing only after the quantizer had its turn.
+    Seen in transformers 5.23, which reports missing tensors only after it calls the quantizer.
     Replacement: the report of the loading, once quantizers are given it.
     """
     return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
 
 def ignore_unexpected(model: Any, name: str) -> None:
-    """Let `from_pretrained` pass over a tensor that the model has no place for.
+    """Let `from_pretrained` ignore a tensor of the files that the model does not have.
 
     Seen in transformers 5.23. Replacement: a hook of quantizers for unexpected keys.
     """

@@ -62,7 +62,7 @@ def bars() -> Iterator[Track]:
 
 
 def silence_transformers() -> None:
-    """Silence transformers' messages, and its progress bars if stderr is no terminal."""
+    """Silence transformers' messages below errors, and its bars if stderr is no terminal."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -76,7 +76,8 @@ class WeightFile:
     """A file of weights.
 
     `name` is that of the safetensors file that will replace it, and `metadata` that of the
-    safetensors header. The names of its tensors are `None` if they are unknown before it is read.
+    safetensors header. `read` loads its tensors to the CPU. The `names` of these are `None` for a
+    pickle, which has to be read for them.
     """
 
     name: str
@@ -92,10 +93,10 @@ class Checkpoint:
 
     Attributes:
         path: The directory or file that the user named.
-        config: The content of `config.json`; empty for a user's own module, whose layers only
-            `pruning_report.json` names.
+        config: The content of `config.json`, or the configuration in a Lightning checkpoint; empty
+            for a user's own module, whose layers only `pruning_report.json` names.
         files: The files of weights.
-        companions: All other files, relative to `path`: tokenizer, chat template, reports.
+        companions: The other files to copy, relative to `path`: tokenizer, chat template, reports.
     """
 
     path: Path
@@ -105,7 +106,7 @@ class Checkpoint:
 
     @property
     def num_tensors(self) -> int | None:
-        """The number of tensors; `None` if only reading the files would tell."""
+        """The number of tensors; `None` if it is not known before the files are read."""
         names = [file.names for file in self.files]
         return None if None in names else sum(len(of_file or ()) for of_file in names)
 
@@ -131,7 +132,7 @@ class Checkpoint:
             yield (stored, *name_in_model(stored), tensor)
 
     def state(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the parameters of a loaded model as the files hold them, in their precision.
+        """Return the state dict of a loaded model as the files hold it, in their precision.
 
         Loading rounds to the dtype of the configuration. Parameters that transformers computes from
         several tensors are those of the model.
@@ -182,7 +183,7 @@ class Checkpoint:
             )
 
     def grid_parameters(self) -> dict[str, GridParameters]:
-        """Read the grid parameters that the pruning kept, by the names of layers.
+        """Read the grid parameters that the pruning kept, float32, by layers' names; maybe none.
 
         Raises:
             FormatError: Their file is damaged.
@@ -216,10 +217,10 @@ class Checkpoint:
             ) from error
 
     def load(self) -> PreTrainedModel:
-        """Load the dense model in its stored precision.
+        """Load the dense model to the CPU, in the dtype of its configuration.
 
         Raises:
-            FormatError: Weights of the model are missing from the checkpoint, or do not fit it.
+            FormatError: The configuration is unknown, or weights are missing or do not fit it.
         """
         config = self.pretrained_config()
         # The size is checked on a model without weights, before memory is taken: a wrong
@@ -243,7 +244,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     tensors and plain containers are unpickled.
 
     Raises:
-        FileNotFoundError: The path is none of these.
+        FileNotFoundError: The path is none of these, or holds no weights.
         FormatError: The files are damaged, incomplete or implausible, or hold something else, such
             as an adapter; or links in the directory lead outside.
     """
@@ -275,7 +276,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def weight_file(file: Path) -> WeightFile:
-    """Open a file of weights.
+    """Open a file of weights; a pickle is not read yet.
 
     Raises:
         FormatError: The file is a damaged safetensors file.
@@ -298,7 +299,7 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
     saved = saved if isinstance(saved, dict) else {}
     state, settings = saved.get("state_dict"), saved.get("hyper_parameters")
     config = settings.get("model") if isinstance(settings, dict) else None
-    state = state if isinstance(state, dict) else {"": None}
+    state = state if isinstance(state, dict) else {"": None}  # which is refused below
     is_right = all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
     if not is_right or not isinstance(config, dict) or "model_type" not in config:
         raise FormatError(

@@ -1,4 +1,4 @@
-"""The claims of a pruning report about a checkpoint, which an export holds against its weights."""
+"""The claims of a pruning report about a checkpoint, which an export checks on its weights."""
 
 import os
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class Claims:
         """Return the claims of the report in a directory, none if there is no report.
 
         Raises:
-            FormatError: The report is damaged, or of a newer version of mrp-lightning.
+            FormatError: The report is damaged, or of another version.
         """
         file = Path(directory) / NAME
         if not file.is_file():

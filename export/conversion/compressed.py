@@ -2,7 +2,7 @@
 
 The export is lossless: a checkpoint whose weights are not on such a grid raises, the written files
 are read back and compared bit by bit, and transformers loads them if the package is installed.
-Experts are packed one by one where engines read them so, and stay dense and named otherwise.
+Experts are packed one by one where engines read them so; else they are listed as dense.
 """
 
 import re
@@ -33,7 +33,7 @@ _BITS = (4, 8)
 
 @dataclass(frozen=True)
 class Compressed:
-    """The choice of an export.
+    """The matrices that an export packs, and their codes.
 
     Attributes:
         layout: The tensors of a layer.
@@ -73,8 +73,8 @@ def choose_compressed(
 
     Raises:
         OptionError: The module is the user's own.
-        PatternError: The run had no bits, or weights are not on such a grid, or no layer is of a
-            kind that engines read. The message lists all layers.
+        PatternError: The run had no bits, its groups fit none of the engines', weights are not on
+            such a grid, or no layer is of a kind that engines read. The message lists all layers.
         TargetError: A pattern in `skip` matches nothing.
         FormatError: The checkpoint is quantized already or damaged.
     """
@@ -135,11 +135,11 @@ class _Search:
         group_size: Columns that share a scale; −1 for all of a row.
         known: The grid parameters that the pruning kept, by the names of layers.
         linear: The names of the model's linear modules.
-        tables: The names of its embeddings, which no configuration names.
+        tables: The names of its embeddings, which need not be listed as dense.
         bits: Bits of a weight: 4 or 8.
         packed: The matrices that are packed.
-        chosen: The grid parameters of these, by their names.
-        misfits: Why matrices are not on the grid, by name.
+        chosen: The known grid parameters of these, by their names.
+        misfits: The reasons why matrices cannot be stored, by name.
         packed_layers: The layers of which a matrix is packed.
         named: The modules of the other matrices, by their names in the model and in the files.
         dense_experts: Likewise the modules of experts.
@@ -233,7 +233,7 @@ class _Search:
         return None
 
     def examine(self, stored: str, parameter: str, is_converted: bool, tensor: Tensor) -> None:
-        """Note a tensor of the files: its codes if it is packed, else the name of its module."""
+        """Record a tensor of the files: its codes if it is packed, else the name of its module."""
         start, _, kind = stored.rpartition(".")
         name = parameter.rpartition(".")[0]
         if (stack := self.stacks.get(parameter)) is not None:
@@ -256,7 +256,7 @@ class _Search:
             self._find_codes(start if stack else name, name, stored, tensor)
 
     def _find_codes(self, name: str, layer: str, stored: str, tensor: Tensor) -> None:
-        """Note a matrix to pack, with the reason if it cannot be packed without loss."""
+        """Record a matrix to pack, with the reason if it cannot be packed without loss."""
         shape = (tensor.shape[0], tensor.shape[1])
         scales = self.layout.scale_type(tensor.dtype)
         grid = partial(_grid, group_size=self.group_size, columns=shape[1], scales=scales)
@@ -296,10 +296,10 @@ def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
 
 
 def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> None:
-    """Read the written files, and compare them bit by bit with the source.
+    """Read the written files, and compare their values with the source's; −0.0 equals 0.
 
     Raises:
-        ParityError: Tensors differ.
+        ParityError: Tensors differ, or hold NaN.
     """
     written = dict(open_checkpoint(directory).tensors())
     packed = {layer.tensor: layer for layer in chosen.layers}
@@ -355,7 +355,7 @@ def _grid(bits: int, group_size: int, columns: int, scales: ScaleType) -> Grid:
 
 
 def _of_matrix(known: GridParameters | None, matrix: Tensor, grid: Grid) -> GridParameters | None:
-    """Return the parameters of a matrix, of which a layer may hold several below one another."""
+    """Return the parameters of a matrix, one of those that a layer may stack, `None` if unknown."""
     if known is None or len(known.scales) == len(matrix):
         return known
     # Only values identify the part: the parameters do not record which of the joined matrices they

@@ -52,7 +52,7 @@ class IntegerLayout(ABC):
         """Return the tensors of a layer by their names in it.
 
         Args:
-            codes: (rows, columns), from −2^(bits − 1).
+            codes: (rows, columns), whole numbers from −2^(bits − 1) to 2^(bits − 1) − 1.
             scales: (rows, groups), in the dtype of the weight.
             bits: The bits of a code.
             width: The number of columns that share a scale.
@@ -60,10 +60,10 @@ class IntegerLayout(ABC):
 
     @abstractmethod
     def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of the tensors of a layer, as of `store`."""
+        """Return the codes, int64, and the scales of the tensors that `store` returns."""
 
     def scale_type(self, dtype: torch.dtype) -> ScaleType:
-        """Return the numbers that the scales of a weight can be: those of its dtype."""
+        """Return the numbers that scales can be: of as many significant bits as the dtype's."""
         # eps = 2^(1 − p) for p significant bits, so p = 1 − log2(eps).
         return ScaleType(1 - int(math.log2(torch.finfo(dtype).eps)))
 
@@ -199,7 +199,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the codes of `_pack`, int64 (rows, columns)."""
+    """Return the codes of `_pack`, int64 (rows, columns), with those that fill the last word."""
     shifts = torch.arange(32 // bits) * bits
     fields = (words.long()[:, :, None] >> shifts) & ((1 << bits) - 1)
     return fields.flatten(1) - (1 << (bits - 1))

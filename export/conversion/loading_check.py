@@ -20,14 +20,15 @@ _ADVICE = "Leave layers dense with --skip, or take another --format. Please repo
 
 
 def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compressed) -> str:
-    """Load an export, and return the sentence that says what came of it.
+    """Load an export with transformers, and return a sentence on the result.
 
-    Its logits on random tokens are compared with those of the source. Without the package that
-    reads the format nothing is loaded, and the sentence says so.
+    Its logits on random tokens are compared with those of the source. The sentence gives the reason
+    if nothing is loaded: the package that reads the format is missing, or loading fails and some
+    experts stay dense.
 
     Raises:
-        ParityError: transformers cannot load the export, does not find all weights in it, or
-            computes other logits.
+        ParityError: transformers cannot load the export otherwise, does not find all weights in it,
+            or computes other logits.
     """
     layout = chosen.layout
     if importlib.util.find_spec(layout.module) is None:
@@ -55,7 +56,7 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
 
 
 def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
-    """Return how a loaded export compares with its source."""
+    """Return how a loaded export compares with its source; raise a `ParityError` if it differs."""
     names = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
     # Names come before logits: with a missing weight, transformers computes with a random one, and
     # the logits would only show that something differs.

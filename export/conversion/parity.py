@@ -41,8 +41,13 @@ _MANY_TOKENS = 256
 class OperatorError:
     """Errors of a layer's output relative to a product in higher precision.
 
-    The errors are relative Frobenius norms, of the whole output or of its worst row: those of the
-    operator, and for comparison those of the dense product in the model's dtype.
+    Errors are relative Frobenius norms, of the whole output or of its worst output feature.
+
+    Attributes:
+        name: Name of the layer.
+        packed: Error of the operator.
+        dense: Error of the dense product in the model's dtype, for comparison.
+        bit_equal: Whether both products have the same bits.
     """
 
     name: str
@@ -52,7 +57,7 @@ class OperatorError:
 
     @property
     def passes(self) -> bool:
-        """Whether the operator is exact enough. Equal bits always pass, even NaN."""
+        """Whether `packed` ≤ `MAX_ERROR_RATIO` · `dense`, or the bits are equal (also for NaN)."""
         return self.bit_equal or self.packed <= MAX_ERROR_RATIO * self.dense
 
 
@@ -62,9 +67,10 @@ class Parity:
 
     Attributes:
         tensors: Number of tensors that were compared bit by bit.
-        operators: Errors of the packed layers, one by one.
-        text: Comparison of the logits; `None` if the model predicts no next token. For a head of 8
-            bits, the source with its head rounded to 8 bits is compared.
+        operators: Errors of the packed layers, one for each.
+        text: Comparison of the logits; `None` if the model predicts no next token, or an earlier
+            comparison failed. For a head of 8 bits, the source with its head rounded to 8 bits is
+            compared.
         head: The effect of rounding the head on the source's logits; `None` without such a head.
         failures: The failed comparisons; empty if the export passes.
     """
@@ -98,6 +104,9 @@ def check_parity(
     comparison, since later stages would fail, too. Logits are compared on the files of `text`, by
     default on the embedded text. A `head` of 8 bits must equal the source's head, rounded; the
     effect of the rounding is reported, and is no failure.
+
+    Raises:
+        DataError, FormatError, OptionError: See `text_windows` and `export.load`.
     """
     parity = Parity()
     # From cheap to expensive: stored bits, products of single layers, logits of whole models.
@@ -207,7 +216,7 @@ def operator_error(
 ) -> OperatorError:
     """Compare the packed and the dense product of random inputs with one in higher precision.
 
-    Returns the largest error over several numbers of tokens.
+    Returns the error at several numbers of tokens that is largest relative to the dense product's.
     """
     moved = copy.deepcopy(layer).to(device)
     # The reference products below have no bias, and compare the weight alone.

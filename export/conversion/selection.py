@@ -65,20 +65,26 @@ def _read_directly(kind: type) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One linear layer of the checkpoint, by the name of its module in the model.
+    """A layer of the checkpoint: a linear one, or another kind that the report lists as pruned.
 
     Attributes:
+        name: Name of its module in the model.
         tensor: Name of the weight in the files; empty if no tensor there is this weight.
         shape: Shape of the weight, (rows, columns).
+        dtype: Dtype of the weight in the files; without a weight there, that of the model's
+            parameter, or float32 for a user's own module.
         transposed: Whether the file holds (columns, rows), as for `Conv1D`.
         form: The packed format of the layer.
-        kept: Number of non-zero weights.
-        code_bytes: Bytes of the non-zero weights as codes of four bits.
+        kept: Number of non-zero weights; 0, like the next counts, if they were not counted, since
+            the layer stays dense anyway.
+        code_bytes: Bytes of the non-zero weights as codes of four bits; 0 if these are not wanted.
         off_grid: The reason why there are no such codes; `None` if there are, or it was not
             checked.
         broken_groups: Number of groups of four columns with more than two non-zeros.
+        negative_zeros: Number of weights that are −0.0.
         breach: How the layer violates the claim of the report; `None` if it does not.
-        misfit: Whether the layer stays dense because its zeros break the pattern or are too few.
+        misfit: Whether the layer stays dense because it violates the report's claim or does not fit
+            the format: its zeros break the pattern or are too few, or its weights are off the grid.
         reason: The reason why the layer stays dense; `None` for a packed layer.
     """
 
@@ -160,7 +166,7 @@ def _refuse_misfits(
     expected: set[str],
     allow_partial: bool,
 ) -> None:
-    """Raise if layers that should be pruned are not, or if there is no layer to pack."""
+    """Raise a `PatternError` if layers that should be pruned are not, or none is left to pack."""
     # 1. Breaches: the report contradicts the files, so no advice on formats would be right.
     # 2. Misfits among the expected layers: the files are as claimed, and the format does not fit.
     # 3. No layer at all, which also holds with `allow_partial`.
@@ -195,7 +201,7 @@ def _refuse_misfits(
 
 
 def _of_bits(grid: Grid | None) -> str:
-    """Return why a grid of few bits does not make a checkpoint smaller, else ""."""
+    """Return a sentence on the grids that are packed, for a checkpoint on a grid, else ""."""
     if grid is None:
         return ""
     return (
@@ -226,24 +232,26 @@ def choose_layers(
 ) -> list[LayerChoice]:
     """Return a choice for every linear layer, and check that the checkpoint is pruned as claimed.
 
-    The layers that `pruning_report.json` lists as pruned must be 2:4 or, for bitmasks, have enough
-    zeros to become smaller; without a report, these are the layers that a run with the default
+    The layers that `pruning_report.json` lists as pruned must fit the format (be 2:4, or on its
+    grid) and become smaller; without a report, these are the layers that a run with the default
     targets prunes. The pattern or sparsity that the report claims is checked for all its layers,
     also those that no format packs (experts, convolutions). Other layers of a transformers model
     are packed if they happen to fit the format.
 
     Args:
         checkpoint: The pruned checkpoint.
-        form: The packed format. `None` lets the checkpoint decide: four bits if it was quantised to
-            them by its report, 2:4 if its layers are 2:4, else bitmasks.
+        form: The packed format. `None` lets the checkpoint decide: four bits if its report has a
+            grid of at most four in groups of a multiple of 64 columns, 2:4 if its layers are 2:4,
+            else bitmasks.
         skip: Name patterns (see `matches`) of layers that stay dense.
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         refuse: Returns why the writer cannot store a layer, `None` if it can.
         track: Shows a bar.
 
     Raises:
-        PatternError: Layers violate the pattern or the report's claims, and the message lists all;
-            the report lists layers that the model lacks; or no layer is left to pack.
+        PatternError: Layers violate the pattern or the report's claims without `allow_partial`, and
+            the message lists all; the report lists layers that the model lacks; or no layer is left
+            to pack.
         FormatError: The checkpoint is quantized already, holds NaN or Inf, or does not fit the
             model of its configuration.
         TargetError: A pattern in `skip` matches nothing.
@@ -266,7 +274,7 @@ def choose_layers(
 
 
 def _fits_four_bits(grid: Grid | None) -> bool:
-    """Return whether codes of four bits can hold the values of a grid."""
+    """Return whether the bits and the groups of a grid are those of codes of four bits."""
     return grid is not None and grid.bits <= GRID.bits and grid.group_size % GRID.group_size == 0
 
 
@@ -451,7 +459,7 @@ def _default_targets(model: nn.Module) -> set[str]:
 
 
 def _refuse_unknown(directory: Path, unknown: Iterable[str]) -> None:
-    """Raise if a report lists pruned layers that the model does not have.
+    """Raise a `PatternError` if a report lists pruned layers that the model does not have.
 
     Layers of a user's module around the model, whose weights are in a separate file, are allowed.
     """

@@ -25,6 +25,7 @@ _MAX_DIVERGENCE = 0.005
 _MAX_PERPLEXITY_CHANGE = 0.001
 """The largest relative change of perplexity."""
 MIN_TOKENS = 4096
+"""The least number of predicted tokens."""
 _WINDOW = 512
 _CHARACTERS = 100
 """More characters than tokens have on average: a longer text is not tokenized to its end."""
@@ -65,7 +66,12 @@ class TextParity:
 def text_windows(
     source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
 ) -> tuple[Tensor, str]:
-    """Return token windows and their origin; random tokens for a model without a tokenizer."""
+    """Return token ids (windows, length) and their origin; random tokens without a tokenizer.
+
+    Raises:
+        DataError: A file or the tokenizer cannot be read, the text is too short, or `files` are
+            given without a tokenizer.
+    """
     length = min(_WINDOW, longest_sequence(model.config) or _WINDOW)
     count = math.ceil(MIN_TOKENS / (length - 1))
     if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
@@ -105,7 +111,19 @@ def compare_text(
     device: torch.device | str = "cpu",
     track: Track = silently,
 ) -> TextParity:
-    """Compare logits on windows (windows, length), with one model on the device at a time."""
+    """Compare logits on windows, with one model on the device at a time.
+
+    Both models are set to evaluation mode; `source` ends on the CPU, `export` on `device`. All
+    logits of the source are held on the CPU.
+
+    Args:
+        source: The pruned model.
+        export: The exported model.
+        windows: Token ids (windows, length).
+        origin: The description of the text, for `TextParity.text`.
+        device: The device for both models.
+        track: Shows a bar.
+    """
     # The source's logits wait on the CPU while the export has the device, so that only one of two
     # large models needs to fit it.
     reference = list(_logits(source, windows, device, track, "logits of the source"))
@@ -119,8 +137,8 @@ def compare_text(
         max_difference = float((p - q).abs().max().maximum(torch.tensor(max_difference)))
         agrees = p.argmax(-1) == q.argmax(-1)
         first, second = p.topk(2).values.unbind(-1)
-        # A logit of size m is a multiple of at most eps·m. Each of the two compared logits may be
-        # off by one such unit, so a margin of more than 2·eps·m is no tie.
+        # The unit in the last place of a logit of magnitude m is at most eps·m. Each of the two
+        # compared logits may be off by one unit, so a margin above 2·eps·m is no tie.
         rounding = 2 * torch.finfo(expected.dtype).eps * p.abs().amax(-1)
         confident = first - second > rounding
         p, q = p.log_softmax(-1), q.log_softmax(-1)

@@ -33,8 +33,8 @@ class HeadChoice:
         name: Name of its module in the model.
         table: Name of the embeddings that are tied to the head, and read from its 8 bits; or
             `None`.
-        tensors: Names of the source's tensors that it replaces: its weight, also under the name of
-            the table.
+        tensors: Names of the source's tensors that it replaces: its weight, which is converted, and
+            then any copy under the name of the table.
         target: Name of the weight in the written files.
         shape: Shape of the weight.
         dtype: Dtype of the weight in the source.
@@ -72,10 +72,11 @@ class HeadChoice:
 
 
 def choose_head(checkpoint: Checkpoint) -> HeadChoice:
-    """Find the head of a checkpoint.
+    """Return the head of a checkpoint, to be written in 8 bits.
 
     Raises:
-        OptionError: The checkpoint is no transformers model, or its head cannot have 8 bits.
+        OptionError: The checkpoint is no transformers model, its head cannot have 8 bits, or its
+            files hold no weight of the head, or two that differ.
         FormatError: See `Checkpoint.pretrained_config`.
     """
     if not checkpoint.config:
@@ -164,7 +165,7 @@ def write_torchao(
 def write_dense(
     source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
 ) -> Iterator[str]:
-    """Write dense safetensors in which all zeros are positive; see `write_packed`."""
+    """Write dense safetensors in which the layers' zeros are positive; see `write_packed`."""
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         return {layer.tensor: positive_zeros(tensor)[0]}
@@ -173,7 +174,7 @@ def write_dense(
 
 
 def _settings(quant_method: str, version: int, modules: Any) -> dict[str, Any]:
-    """Return the `quantization_config` of a packed checkpoint."""
+    """Return the `quantization_config`; `modules` are names, or counts of elements by name."""
     return {"quant_method": quant_method, "format_version": version, "modules": modules}
 
 
@@ -191,7 +192,7 @@ def write_converted(
 
     Args:
         source: The checkpoint, whose other tensors are copied.
-        directory: Where to write.
+        directory: An empty directory.
         layers: The layers whose weights are converted.
         convert: Returns the tensors, by name, to write for a layer's weight.
         settings: The `quantization_config` to write; None for none.

@@ -1,7 +1,7 @@
 """The layout in GGUF files of the architectures that most models have.
 
 It equals that of llama.cpp's converter for the same checkpoint. Architectures that are not listed
-here need a GGUF file of the model; see `gguf_layout`.
+here need a GGUF file of the model; see `like`.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from mrp_lightning.errors import OptionError
 
 Rule = Callable[[PreTrainedConfig], str | None]
-"""Return why llama.cpp cannot compute with a field of a configuration, `None` if it can."""
+"""Returns why llama.cpp cannot compute with a field of a configuration, `None` if it can."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -78,7 +78,7 @@ class Fields:
         return [reason for reason in reasons if reason is not None]
 
     def problems(self, config: PreTrainedConfig, unless: Collection[str] = ()) -> Iterator[str]:
-        """Yield what is wrong with each field whose value a GGUF file of the family cannot express.
+        """Yield the problem of each field whose value a GGUF file of the family cannot express.
 
         Where the format has no field, llama.cpp computes with a constant, and only that value is
         right. The fields in `unless` are not judged.
@@ -163,7 +163,7 @@ def own_code(config: PreTrainedConfig) -> list[str]:
 
 
 def head_dim_divides(config: PreTrainedConfig) -> str | None:
-    """Return why heads have another width than llama.cpp derives from the model's width."""
+    """Return why heads have another width than llama.cpp derives from the model's, or `None`."""
     width = config.hidden_size // config.num_attention_heads
     value = getattr(config, "head_dim", None) or width
     if value == width:
@@ -190,7 +190,7 @@ def layers_alternate(period: int) -> Rule:
 
 
 def all_attend(config: PreTrainedConfig) -> str | None:
-    """Return why a layer is of neither full nor sliding attention; see also `unheld_window`."""
+    """Return why layers have neither full nor sliding attention (`unheld_window`), or `None`."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         return f"`layer_types` names {', '.join(other)}, and llama.cpp attends to all tokens"
@@ -231,7 +231,7 @@ def scale_of_queries(blocks_of_largest: int) -> Rule:
 
 
 def unheld_window(config: PreTrainedConfig) -> str | None:
-    """Return a warning of an attention window that llama.cpp lacks and a text may exceed."""
+    """Return a warning of a window that llama.cpp lacks and a text may exceed, or `None`."""
     window = getattr(config, "sliding_window", None)
     if window is None or window >= config.max_position_embeddings:
         return None

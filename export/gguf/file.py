@@ -56,8 +56,9 @@ def write_gguf(
         out: The file to write.
         kind: A name in `TYPES`, or auto: for each matrix the smallest type that holds it to the
             bit.
-        vocabulary: The type of embeddings and head; None means auto if `kind` is auto, else `kind`,
-            but at least q8_0, unless a type of fewer bits holds them exactly.
+        vocabulary: The type of embeddings and head. None means `kind` if that is auto or floating
+            point; else the smallest type with codes that holds them exactly, or, if none does,
+            `kind`, but at least q8_0.
 
     Raises:
         FormatError: The checkpoint is packed or quantized; or `like` is damaged, or has an

@@ -1,8 +1,8 @@
 """The layout of a checkpoint in a GGUF file: architecture, metadata, tokenizer, tensors.
 
-`gguf_families` describes the layout of known architectures, and `gguf_like` takes that of another
-GGUF file of the same model. Both say where each parameter is, so that `gguf_proof` can compare the
-written file with the checkpoint, tensor by tensor.
+`families` describes the layout of known architectures, and `like` takes that of another GGUF file
+of the same model. Both give the location of each parameter, so that `proof` can compare the written
+file with the checkpoint, tensor by tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +64,8 @@ class Layout:
 
     Attributes:
         architecture: llama.cpp's name of the architecture.
-        locations: Where each parameter is, by its name in transformers' model. Tied parameters
-            share a location.
+        locations: The location of each parameter, by its name in transformers' model. Tied
+            parameters share one.
         tensors: The weights as arranged in the file, by their names in the file.
         write_fields: Adds the metadata and the tokenizer to a writer.
         tables: Tensors that are no weights, such as frequencies, and their types.
@@ -134,9 +134,9 @@ def separate_head(model: PreTrainedModel, state: Mapping[str, Tensor]) -> str | 
 
 
 def table_shared(model: PreTrainedModel, locations: Mapping[str, Location]) -> dict[str, Location]:
-    """Return where a head's values are stored in the file if the head equals the embeddings.
+    """Return the location of a head that equals the embeddings, by the head's name.
 
-    The file has them once, so that this is the location of the embeddings, by the head's name.
+    The file has the values once, so that it is that of the embeddings. Empty without a head.
     """
     head, table = _vocabulary(model)
     return {head: locations[table]} if head and table in locations else {}

@@ -2,8 +2,8 @@
 
 The file provides the metadata that a checkpoint lacks. The arrangement of each tensor follows from
 a comparison of values: a tensor of the file is a parameter that transformers reads from the file,
-unchanged or rearranged in one of a few ways. Metadata that `gguf_families` makes of the checkpoint
-must be those of the file.
+unchanged or rearranged in one of a few ways. Metadata that `families` makes of the checkpoint must
+be those of the file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,7 +231,7 @@ def _sizes(
 
 @dataclass(frozen=True)
 class _Metadata:
-    """The metadata and tables that `gguf_families` makes of a checkpoint.
+    """The metadata and tables that `families` makes of a checkpoint.
 
     Attributes:
         fields: Values with their types, by key.
@@ -259,7 +259,7 @@ class _Metadata:
     def require_same(
         self, reader: GGUFReader, tables: Tables, like: Path, sizes: Mapping[str, int]
     ) -> None:
-        """Raise an OptionError if a file says otherwise, but for the sizes of a narrower model."""
+        """Raise an OptionError if a file's metadata or tables differ; `sizes` are not compared."""
         architecture = reader.fields["general.architecture"].contents()
         stored = {
             key: entry.contents()
@@ -311,10 +311,10 @@ def _equal_tables(stored: Any, own: Any) -> bool:
 
 
 def _uncompared(config: PreTrainedConfig, source: PreTrainedConfig, like: Path) -> list[str]:
-    """Return the fields of a family without rules that no reading of the file confirms.
+    """Return a note for each field that differs from the file's, for an architecture without rules.
 
     Raises:
-        OptionError: An activation is not that of the family, which no metadata state.
+        OptionError: An activation differs, which no metadata state; or see `own_code`.
     """
     known = {config.attribute_map.get(name, name) for name in SIZES | WITHOUT_EFFECT}
     different = {
@@ -338,7 +338,7 @@ def _uncompared(config: PreTrainedConfig, source: PreTrainedConfig, like: Path) 
 
 
 def _require_tokens(reader: GGUFReader, model: PreTrainedModel, like: Path) -> None:
-    """Raise an OptionError if a file has another number of tokens than a model embeddings."""
+    """Raise an OptionError if a file has more or fewer tokens than a model has embeddings."""
     tokens = reader.fields.get("tokenizer.ggml.tokens")
     table: Any = model.get_input_embeddings().weight
     rows = len(table)

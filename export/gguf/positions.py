@@ -66,7 +66,7 @@ def _problem(parameters: Mapping[str, Any], kinds: Collection[str]) -> str | Non
 
 
 def positions(config: PreTrainedConfig, model: Any) -> tuple[Callable[[GGUFWriter], None], Tables]:
-    """Return a function that writes the rotary frequencies, and the table that they need."""
+    """Return a function that writes base and scaling, and llama3's table of factors, if any."""
     parameters: dict[str, Any] = config.rope_parameters
     # Gemma 3 has two sets of positions. The local one is built into llama.cpp and checked by
     # `local_and_global`, so that the file holds the global one.

@@ -1,7 +1,7 @@
 """Compare a written GGUF file with the files of its checkpoint, tensor by tensor.
 
 The comparison reads both anew, and starts from the checkpoint: a tensor of its files that is not in
-the GGUF file is an error, whatever the configuration says of it.
+the GGUF file is an error, whatever the configuration says of it, unless models recompute it.
 """
 
 from pathlib import Path

@@ -180,7 +180,7 @@ TYPES = {
         GgufType("f32", _T.F32, _F.ALL_F32),
     )
 }
-"""The types by name, the smallest first."""
+"""The types by name, in the order that auto tries: the smallest first, save mxfp4 (4.25 bits)."""
 
 
 def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None = None) -> Encoded:
@@ -193,7 +193,8 @@ def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None
         known: The parameters on a grid with which the parameter was made, if they are known.
 
     Raises:
-        OptionError: The type cannot hold the parameter, and gguf has no rounding to it.
+        OptionError: The type cannot hold the parameter, and gguf has no rounding to it; or, with
+            auto, no type holds it.
         FormatError: With auto, the known parameters have minima and do not give the parameter.
         ParityError: A zero weight would become non-zero, or a finite one infinite.
     """

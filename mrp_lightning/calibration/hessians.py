@@ -49,7 +49,8 @@ def blend(expert: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor,
 
         s = max(0, 1 − n / m),  H = (1 − s)·H_own + s·H_pool
 
-    as if the missing m − n tokens were like those of an average expert. Returns H and s.
+    as if the missing m − n tokens were like those of an average expert. Returns H and s. If s > 0
+    and the pool has no tokens, a HessianError is raised.
     """
     s = max(0.0, 1 - expert.num_tokens / (TOKENS_PER_COLUMN * expert.columns))
     if s == 0:
@@ -67,6 +68,7 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
     Experts run in parallel and feed no other calibrated layer of their block, so pruning some
     leaves the inputs of the others unchanged; only the pooled Hessian then sees inner activations
     of experts that are already pruned. All other layers come last, since they may feed the experts.
+    If the experts fit into one group, all layers are one group.
     """
     experts: dict[tuple[int, int], list[Layer]] = {}
     for layer in layers:
@@ -254,15 +256,15 @@ class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the
 
 
 class Calibration(_Watch):
-    """Accumulates 2·XᵀX over the tokens that each layer reads.
+    """Accumulates 2·XᵀX over the tokens that each layer reads, in `groups` of layers.
 
     Args:
         layers: The layers.
         padding: Separates tokens from padding.
         share: Whether layers that read the same tensor share a Hessian. The groups are determined
             in the first batch and checked in all others.
-        pooled: Further experts, whose tokens are summed up with those of their siblings in
-            `pools`, and get no Hessian of their own.
+        pooled: Further experts, which get no Hessian of their own: their tokens are summed up with
+            those of their siblings in `pools`.
         paired: Whether each batch is first run by the dense model, within `dense_run`, so that
             groups get a `shift`.
     """
@@ -366,8 +368,8 @@ class Calibration(_Watch):
         members_of = (frozenset(members) for members, _, _ in seen)
         own_groups = dict(zip(members_of, self.groups, strict=True))
         self.groups = []
-        # `agreed` has the order of process 0's groups everywhere: sums are collective calls, and
-        # the order in which layers are solved decides nothing that may differ.
+        # All processes take the groups in the order of `agreed`, process 0's first, since the sums
+        # below are collective calls. The order in which layers are solved does not change results.
         for key, (members, tokens, paired) in agreed.items():
             layers = [self.layers[i] for i in members]
             group = own_groups.get(key) or self._group(layers[0])
@@ -399,8 +401,8 @@ class Calibration(_Watch):
     def hand_over(self) -> Iterator[tuple[InputGroup, HessianAccumulator | None]]:
         """Yield the groups and drop them one by one, so that the caller can release their Hessians.
 
-        A group of an expert comes with the pooled Hessian. Experts that no batch reached come last,
-        each in a group of its own.
+        A group of an expert comes with the pooled Hessian, others with `None`. Experts that no
+        batch reached come last, each in a group of its own, if there is a pooled Hessian for them.
         """
         pools, uncalled_ids = self.pools(), set(map(id, self.not_called))
         for layer in self.layers:
@@ -415,7 +417,7 @@ class Calibration(_Watch):
             yield group, pools[first.siblings] if isinstance(first, Expert) else None
 
     def note_expert(self, expert: Expert, tokens: Tensor) -> None:
-        """Add tokens to the Hessian of an expert, or to the pooled one."""
+        """Add tokens to the Hessian of an expert, or to the pooled one; ignored in `dense_run`."""
         if self._is_dense_run:
             return  # the dense run routes other tokens to the expert
         if expert.key in self._own_experts:
@@ -426,7 +428,7 @@ class Calibration(_Watch):
             self._pools[expert.siblings].update(tokens)
 
     def pools(self) -> dict[Hashable, HessianAccumulator]:
-        """Return the pooled Hessians of all experts, by matrix, for experts with few tokens."""
+        """Return the pooled Hessians by `Expert.siblings`; call once, since it sums in place."""
         pools = dict(self._pools)
         for group in self.groups:
             for expert in group.layers:
@@ -442,6 +444,9 @@ class Calibration(_Watch):
             layer: A layer that reads the input.
             x: The input, as the layer gets it.
             key: Identifies the tensor that is read; `None` if that is unknown.
+
+        Raises:
+            InputsDiffer: The layer shared the input of its group's first layer, and does not now.
         """
         group = self._group_of.get(id(layer))
         if self._is_dense_run:
@@ -452,7 +457,7 @@ class Calibration(_Watch):
             group = self._join(layer, key)
         group.calls[id(layer)] = group.calls.get(id(layer), 0) + 1
         if layer is group.layers[0]:
-            if key is not None:
+            if key is not None:  # x is kept, too; see `_copy`
                 self._seen[key] = (x, group)
             inputs = layer.inputs(x)
             rows = self._padding.rows(inputs, layer.module, layer.name)
@@ -472,18 +477,20 @@ class Calibration(_Watch):
         """Copy x, which the model may change in place, once for all layers that read it."""
         if key is None:
             return x.clone()
+        # x is kept, too: the key has its id, which another tensor could take once x is freed.
         if key not in self._copies:
             self._copies[key] = x, x.clone()
         return self._copies[key][1]
 
     def _dense_like(self, layer: Layer, x: Tensor) -> Tensor | None:
-        """Return the layer's input in the dense run of this call, `None` if rows do not pair."""
+        """Take the layer's input in the dense run of this call; `None` if rows do not pair."""
         calls = self._dense.get(id(layer))
         dense = calls.pop(0) if calls else None
         paired = dense is not None and dense.shape == x.shape
         return dense if paired and self._padding.in_order(x, layer.module) else None
 
     def _join(self, layer: Layer, key: Hashable) -> InputGroup:
+        """Add a layer to the group made in this batch for the tensor it reads, or to a new one."""
         _, group = self._seen.get(key, (None, None))
         if group is None or not self._share or group.since != self._batch:
             group = self._group(layer)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[None]:
-    """Replace out-of-memory errors in this context by an `OutOfMemoryError` with the next step.
+    """Replace out-of-memory errors of torch and Python by an `OutOfMemoryError` with the next step.
 
     Args:
         device: The device on which the model is pruned.
@@ -138,7 +138,7 @@ class Offload(MovedBlocks):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Move each block to the device for its own forward only."""
+        """Move all blocks to the CPU, and, in this context, to the device for their own forward."""
         with ExitStack() as stack:
             for block in self.blocks:
                 block.to(CPU)
@@ -149,7 +149,7 @@ class Offload(MovedBlocks):
 
     @contextmanager
     def resident(self) -> Iterator[bool]:
-        """Keep all blocks on the device if half of its free memory suffices; yield whether so."""
+        """Keep all blocks on a CUDA device if half its free memory suffices; yield whether so."""
         is_cuda = self.device.type == "cuda"
         room = torch.cuda.mem_get_info(self.device)[0] // 2 if is_cuda else 0
         with ExitStack() as stack:

@@ -33,12 +33,12 @@ class Padding:
 
     The mask of a layer's input is that of the innermost enclosing module that received one (for a
     decoder's layers, the decoder's mask), else that of the batch. The masks of torch's own encoders
-    and decoders, in which True is padding, count as well.
+    and decoders, in which True is padding, count as well. `model` holds all layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # By layer, the shapes of an input that does not match its mask, and of that mask. All rows
-        # of such an input count as tokens.
+        # By layer, the shapes of the first input that did not match its mask, and of that mask. All
+        # rows of such an input count as tokens.
         self.unmatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._takers = [module for module in model.modules() if _takes_mask(module)]
         self._arguments = {
@@ -136,18 +136,18 @@ class Padding:
         self, mask: Tensor, find: Callable[[Tensor], Tensor] = lambda mask: mask != 0
     ) -> Tensor | None:
         """Return a mask, True for tokens, `None` if all are; cached, as it synchronises a GPU."""
-        key = id(mask), find
+        key = id(mask), find  # the mask is stored, too, so that no other can have its id
         if key not in self._tokens:
             is_token = find(mask)
             self._tokens[key] = mask, None if bool(is_token.all()) else is_token
         return self._tokens[key][1]
 
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
-        """Return which rows of a layer's input are tokens, bool (rows,); `None` if all are.
+        """Return which rows of a layer's input are tokens, bool (rows,); `None` if all count.
 
-        x is (batch, length, ..., columns), (batch · length, columns), or has further dimensions of
-        1 in between. If its shape does not match the mask, `unmatched` records the shapes under the
-        name.
+        x is (batch, length, ..., columns), of which each position is one row, or (rows, columns),
+        or has further dimensions of 1 in between. If its shape does not match the mask, all rows
+        count, and `unmatched` records the shapes under the name.
         """
         masks = self._masks_of(module)
         is_token = masks.of_memory if x is masks.memory else masks.own
@@ -159,9 +159,9 @@ class Padding:
         return rows
 
     def rows_of_output(self, x: Tensor) -> Tensor | None:
-        """Return which rows of the model's output are tokens, as `rows` does.
+        """Return which rows of the model's output are tokens, bool (rows,); `None` if all count.
 
-        x is (batch, length, ..., columns); for other shapes, all rows are tokens.
+        x is (batch, length, columns); if no mask has its (batch, length), all rows count.
         """
         masks = [self._of_batch, *(masks.own for masks in self._masks.values())]
         fitting = (mask for mask in masks if mask is not None and mask.shape == x.shape[:-1])
@@ -179,7 +179,7 @@ class Padding:
         )
 
     def _token_rows(self, x: Tensor, module: nn.Module, is_token: Tensor) -> Tensor | None:
-        """Return which rows are tokens, by the mask or by the inputs of enclosing modules.
+        """Return which rows are tokens, by the mask or outer modules' inputs; `None` if unknown.
 
         A router sends rows of its own input to an expert, in another order; the second layer of an
         expert reads as many rows as the expert, in the same order.
@@ -206,12 +206,12 @@ class Padding:
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Select the rows of an input that are tokens by `Padding.rows`: (tokens, ..., columns)."""
+    """Select an input's `rows` that are tokens, (tokens, n, columns); `None` selects all of x."""
     return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
 
 
 def _is_aligned(x: Tensor, is_token: Tensor) -> bool:
-    """Return whether the rows of x correspond one to one to the positions of the mask."""
+    """Return whether x has one row, or one group of rows, for each position of the mask."""
     leading = [size for size in x.shape[:-1] if size != 1]
     positions = [size for size in is_token.shape if size != 1]
     return leading[: len(positions)] == positions or leading == [is_token.numel()]
@@ -278,7 +278,7 @@ def _is_length_first(module: nn.Module) -> bool:
 
 
 def _is_mask(value: Any) -> TypeGuard[Tensor]:
-    """Return whether a value is a mask (batch, length) of zeros and ones, not of addends."""
+    """Return whether a value is a mask (batch, length): integers, or 0.0 and 1.0, not addends."""
     if not isinstance(value, Tensor) or value.ndim != 2:
         return False
     if not value.is_floating_point():

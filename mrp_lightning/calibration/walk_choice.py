@@ -68,7 +68,8 @@ def relative_error(output: Sketch, expected: Sketch, received: Sketch) -> float:
 
     `received` is the block's input, and `expected` its output in a full forward. Relative to
     ‖expected‖, even a walk that skips a block would look correct, since most of the output is the
-    residual stream.
+    residual stream; this is used only if the update is zero, or `received` has another shape. The
+    result is infinite if the output has another shape.
     """
     if output.shape != expected.shape:
         return float("inf")
@@ -86,7 +87,7 @@ _MOST_KINDS = 8
 
 @dataclass(eq=False)
 class Trace:
-    """One forward of the unchanged model: the hidden states of each block's first call."""
+    """One forward of the unchanged model: sketches of the hidden states of each first call."""
 
     order: list[int] = field(default_factory=list)  # the blocks by their first calls
     calls: Counter[int] = field(default_factory=Counter)  # number of calls, by block
@@ -149,7 +150,7 @@ def choose_walk(
 
     Args:
         forward: Runs the model on one batch.
-        batches: The calibration batches of this process, which may be none.
+        batches: The calibration batches of this process; some process must have one.
         blocks: The blocks, in any order.
         store: The device that stores hidden states; `None` leaves them where they are computed.
         processes: All processes; they test their own batches, and choose the same walk.
@@ -203,7 +204,7 @@ def _tried(
     unreached_blocks = [block for k, block in enumerate(blocks) if k not in whole_trace.order]
     ordered = [*(blocks[k] for k in whole_trace.order), *unreached_blocks]
     # Each kind of batch can take another path through the model. All are traced even after a fault,
-    # since only a trace reports a block that is called in another order, which no walk bears.
+    # since only a trace detects a different order of blocks, which no walk supports.
     for batch in other_batches:
         seen = trace(in_order(forward, ordered, len(whole_trace.order)), batch, blocks)
         problem = problem or seen.error
@@ -214,7 +215,7 @@ def _tried(
 def _traced(
     forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block], model: nn.Module | None
 ) -> Trace:
-    """Return the trace of a batch; raise unless it calls some blocks, and each once."""
+    """Return the trace of a batch; raise a TargetError if a block is called twice, or none is."""
     whole_trace = trace(forward, batch, blocks)
     repeated = [k for k, n in sorted(whole_trace.calls.items()) if n > 1]
     if repeated:
@@ -286,7 +287,7 @@ def _around(
 def in_order(
     forward: Callable[[Any], Any], ordered: Sequence[Block], num_reached: int
 ) -> Callable[[Any], Any]:
-    """Wrap a forward so that it raises if a batch calls blocks in another order than the first one.
+    """Wrap a forward to raise a TargetError if a batch's order of blocks is not that of the first.
 
     A batch may leave blocks out. Calls after the block at which the walk stops a forward are not
     observed. The first batch called the first `num_reached` of the `ordered` blocks, in this order.
@@ -320,6 +321,7 @@ def in_order(
 
 
 SELF_TEST_TOLERANCE = 1e-3
+"""The largest `relative_error` of a block with which `Inject` passes the test."""
 
 
 def _self_test(

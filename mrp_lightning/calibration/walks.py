@@ -52,8 +52,9 @@ class StopForward(BaseException):
 class Walk(ABC):
     """A way to run one block on all calibration batches.
 
-    The blocks are in the order in which the model calls them. Hidden states are stored on the
-    device `store`; `None` leaves them where they are computed.
+    `forward` runs the model on an item of `batches`. The blocks are in the order in which the model
+    calls them. Hidden states are stored on the device `store`; `None` leaves them where they are
+    computed.
     """
 
     name: str  # in the report
@@ -77,7 +78,7 @@ class Walk(ABC):
         return self.blocks[k + 1 :]
 
     def advance(self, k: int) -> Iterator[int]:  # noqa: ARG002
-        """Make the present outputs of block k the inputs of the next."""
+        """Make the present outputs of block k the inputs of the next; yield each finished batch."""
         yield from ()
 
     def keep(self, k: int, i: int, hidden: Tensor | None) -> None:
@@ -85,7 +86,7 @@ class Walk(ABC):
         del k, i, hidden  # only `Inject` stores hidden states
 
     def stored(self, output: Any) -> Tensor | None:
-        """Return the hidden state in a block's output, on the store; `None` for no output."""
+        """Return the hidden state in an output, detached and on `store`; `None` for no output."""
         if output is None:
             return None
         hidden = hidden_of(output).detach()
@@ -162,7 +163,7 @@ class Rerun(Walk):
     name = "rerun"
 
     def runs_after(self, k: int) -> Sequence[Block]:  # noqa: ARG002
-        """All blocks: every forward starts with the first."""
+        """Return all blocks, since every forward starts with the first."""
         return self.blocks
 
     def output(self, k: int, i: int) -> Any:
@@ -254,6 +255,8 @@ class Container:
 
 
 def _stub(container: Container | None, stored: Tensor | None) -> Callable[..., Any]:
+    """Return a `forward` that returns the stored output, or its hidden input if there is none."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = hidden_input(args, kwargs)
         if stored is not None:
@@ -267,7 +270,7 @@ def _stub(container: Container | None, stored: Tensor | None) -> Callable[..., A
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden state among the arguments of a block."""
+    """Return the hidden state among a block's arguments; raise a TypeError if there is none."""
     if args and isinstance(args[0], Tensor):
         return args[0]
     if isinstance(kwargs.get("hidden_states"), Tensor):
@@ -279,7 +282,7 @@ def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Return the hidden state in the output of a block."""
+    """Return the hidden state in a block's output; raise a TypeError if there is none."""
     hidden = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(hidden, Tensor):
         raise TypeError(f"the block returns a {type(output).__name__}")
@@ -301,7 +304,7 @@ class DenseStream:
 
     def __init__(self, walk: Walk, *, keeps_outputs: bool = False) -> None:
         # By batch: the dense output of the last advanced block, on the walk's store; `None` if the
-        # batch does not reach that block.
+        # batch does not reach that block, or outputs are not kept.
         self.outputs: list[Tensor | None] = [None] * len(walk.batches)
         self._walk = walk.twin()
         self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
@@ -325,7 +328,7 @@ class DenseStream:
             self._exchange()
 
     def advance(self, k: int) -> Iterator[int]:
-        """Make the dense outputs of block k the inputs of the next."""
+        """Make the dense outputs of block k the inputs of the next; drop unneeded copies."""
         # `Inject` reads the stored outputs in block k + 1; `Rerun` starts from the batch each time.
         for i in range(len(self._walk.batches) if self._keeps_outputs else 0):
             self.outputs[i] = self._walk.stored(self.output(k, i))

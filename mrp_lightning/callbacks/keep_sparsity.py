@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 class KeepSparsity(Callback):
     """Keep the removed weights of a pruned model at zero while `fit` trains the others.
 
-    The weights that are zero when training starts, in every layer with at least 5% of them, are
+    The weights that are zero when training starts, in every layer with at least 5% zeros, are
     exactly zero after each optimizer step, with any optimizer, gradient accumulation, mixed
     precision and clipping. Their gradients are set to zero before clipping, so that they count
     neither in the gradient's norm nor in the optimizer's moments. The pattern (2:4, 50%, any other)
     follows from the zeros. The trained model can be packed like the pruned one.
 
     This costs memory for one bool for each weight of the pruned layers, and one pass over these
-    weights in each step.
+    weights and one over their gradients in each step.
 
     Attributes:
         removed: The number of weights that stay zero, by the name of their layer.
@@ -45,7 +45,7 @@ class KeepSparsity(Callback):
         self._hooks: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise for strategies in which a process holds only parts of the weights."""
+        """Raise a `StrategyError` before `fit` if a process holds only parts of the weights."""
         if stage == "fit":
             require_whole_parameters(trainer, type(self).__name__)
 

@@ -34,7 +34,8 @@ class PruningCallback(Callback):
     blocks before it. Padding (`attention_mask` 0) has no effect.
 
     The loop only stores the batches. At its end the model is pruned in place, and `predict` returns
-    nothing. A callback prunes once: it has no effect on later calls of `predict`.
+    nothing. A callback prunes once: later calls of `predict` only predict, after they have saved a
+    pruned model that could not be saved before.
 
     With `strategy="ddp"`, also under torchrun and on several machines, processes share the batches
     and the rows of each layer. All of them end with the same weights, and the first one saves.
@@ -56,17 +57,20 @@ class PruningCallback(Callback):
 
     Attributes:
         settings: The checked `Settings`.
-        run_directory: The directory next to which the journal is written, if it is not `save_dir`.
-            Then the journal outlives the run, until `remove_journal` deletes it.
+        save_dir: The argument as an absolute `Path`, `None` if nothing is saved.
+        run_directory: The directory next to which the journal is written, if it is not `save_dir`;
+            else `None`. It is set by `of` alone. Such a journal outlives the run, until
+            `remove_journal` deletes it.
         report: The result for each layer, `None` before the first run. After an exception it lists
-            the pruned layers; all others are unchanged. `report.complete` is true once all layers
+            the pruned layers; all others are unchanged, except in the block in progress, where
+            `balance` and `tuning` may have changed them. `report.complete` is true once all layers
             are pruned and `save_dir`, if there is one, is written.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
-        MethodError: There is no such method, or it has no compensation although `target` is
-            "dense".
+        MethodError: There is no such method, or not for this pattern, `structure` or `target`.
         OptionError: Another argument is out of range, or contradicts the others.
+        TypeError: There is no argument of that name, or `method` is missing.
     """
 
     @checked
@@ -83,7 +87,7 @@ class PruningCallback(Callback):
 
     @classmethod
     def of(cls, settings: Settings, output: Output) -> Self:
-        """Return a callback with `Settings` that are made, and therefore checked, already."""
+        """Return a callback of checked `Settings` and an `Output`, which sets `run_directory`."""
         callback = cls.__new__(cls)
         callback._set_up(settings, output)
         return callback
@@ -99,7 +103,10 @@ class PruningCallback(Callback):
         end_with_launcher()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check everything that can be checked before the data is read."""
+        """Check, before `predict` reads the data, that the model can be pruned and saved.
+
+        If this model is pruned but could not be saved, it is saved now, and not pruned again.
+        """
         self._end_run()
         if stage != "predict":
             if self._pruned is None:
@@ -137,13 +144,13 @@ class PruningCallback(Callback):
         self._run = run
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to store batches."""
+        """Let the loop store batches instead of running the model, and return no predictions."""
         if self._run is not None:
             trainer.predict_loop.return_predictions = False
             self._run.capture()
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune, report, save."""
+        """Prune on the stored batches, save, and set `report`; do nothing if there is no batch."""
         run = self._run
         if run is None or not (batches := run.num_batches()):
             return
@@ -213,7 +220,8 @@ class PruningCallback(Callback):
         """Restore report and settings from a checkpoint, whose model is then not pruned again.
 
         Args:
-            state_dict: The result of `state_dict`. It is ignored if its report is incomplete.
+            state_dict: The result of `state_dict`. It is ignored if its report is incomplete, or
+                `None`.
 
         Raises:
             FormatError: The report is damaged, or of a newer version of mrp-lightning.
@@ -259,7 +267,7 @@ class PruningCallback(Callback):
 
 
 class MRPCallback(PruningCallback):
-    """`PruningCallback` with the multiple removal method: mask S, exact compensation M.
+    """`PruningCallback` whose method is "SM" by default: mask S, exact compensation M.
 
     Args:
         method: As in `PruningCallback`.

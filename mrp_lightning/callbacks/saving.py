@@ -26,20 +26,23 @@ log = logging.getLogger(__name__)
 class SaveModel(Callback):
     """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
 
-    If a pruned model is loaded from its directory and trained with `KeepSparsity`, its
-    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too.
+    If a pruned model is loaded from its directory and still has its zeros, as after training with
+    `KeepSparsity`, or is narrower, its `pruning_report.json`, from which `export.to_sparse` reads
+    the pruned layers, is written, too.
 
     Args:
         save_dir: The directory, which appears when it is complete.
         dtype: The type in which floating-point weights are stored, such as `bfloat16`. `None` keeps
             the type in which the model is trained, so that nothing is rounded: float32 for
             `CausalLM(..., dtype="float32")`, whatever the dtype of the checkpoint was.
-        overwrite: Whether a directory that is not empty may be replaced.
+        overwrite: Whether `save_dir` may be replaced, if this package wrote all of its content.
 
     Raises:
-        FileExistsError: `save_dir` is not empty and `overwrite` is false; before training starts.
-        OptionError: `dtype` is no floating type, or the model could not be saved; before training
-            starts.
+        FileExistsError: `save_dir` is not empty and may not be replaced, or is the model's source;
+            see `check_output_dir`. This and all other errors are raised before training starts.
+        PermissionError: `save_dir` cannot be created or replaced.
+        OptionError: `dtype` is no floating type, the disk is too full, or transformers refuses the
+            model's `generation_config`.
         TypeError: The module is not a `CausalLM`.
     """
 
@@ -55,7 +58,7 @@ class SaveModel(Callback):
         self.dtype, self.overwrite = dtype, overwrite
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check before training that the result can be written."""
+        """Check before `fit` that the result can be written, and warn in `predict`."""
         if stage == "predict":
             log.warning(
                 "This %s saves what `fit` trains; in `predict` it does nothing. A callback that "
@@ -71,7 +74,7 @@ class SaveModel(Callback):
         )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the directory."""
+        """Write the directory in process 0, unless `fit` was interrupted or a `fast_dev_run`."""
         assert isinstance(pl_module, CausalLM)
         if not trainer.is_global_zero or trainer.interrupted or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -94,9 +97,9 @@ _NEW_TOKENS = 48
 class SaveEvaluation(Callback):
     """Record the results of `test` of a `CausalLM` in `evaluation.json`.
 
-    The file gets the perplexity of each text and, if the model has a tokenizer, the model's
-    continuation of the first tokens of the text. Recorded results of other texts and of zero-shot
-    tasks stay.
+    The file gets the perplexity of each text and, if the model has a tokenizer and there is one
+    process, the model's continuation of the first tokens of the text. Recorded results of other
+    texts and of zero-shot tasks stay. With `fast_dev_run`, nothing is written.
 
     Args:
         save_dir: The directory of the file, usually that of the pruned model; it is created if need
@@ -113,7 +116,7 @@ class SaveEvaluation(Callback):
         self._windows: list[Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check before any work that the result can be recorded."""
+        """Check, before `test`, the module and an existing file that results are added to."""
         if stage != "test":
             return
         if not isinstance(pl_module, CausalLM):
@@ -138,7 +141,7 @@ class SaveEvaluation(Callback):
             self._windows.append(ids[0] if mask is None else ids[0][mask[0] != 0])
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file."""
+        """Add the results to the file, in process 0."""
         assert isinstance(pl_module, CausalLM)
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -163,9 +166,9 @@ def continuation(
 ) -> dict[str, str]:
     """Continue the beginning of a window by the model's most likely tokens.
 
-    Prompt and continuation together are no longer than the window, so that the model can read them.
-    Both end with a whole word, if the text has words, since half a word would dominate the
-    continuation.
+    The prompt has at most 32 tokens and half of the window, the continuation at most 48 tokens.
+    Together they are no longer than the window, so that the model can read them. Both end with a
+    whole word, if the text has words, since half a word would dominate the continuation.
 
     Args:
         logits: Returns the logits (1, length, vocabulary) of token ids (1, length).
@@ -197,7 +200,7 @@ def continuation(
 
 
 def _end_of_word(ids: Tensor, most: int, decoded: Callable[[Tensor], str]) -> int:
-    """Return the number of leading tokens, at most `most`, up to the last end of a word."""
+    """Return the number of leading tokens up to the last end of a word, else `most`, its limit."""
     for end in range(most, 0, -1):
         text, longer = decoded(ids[:end]), decoded(ids[: end + 1])
         joined = text[-1:], longer[len(text) : len(text) + 1]

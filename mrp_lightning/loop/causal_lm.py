@@ -65,7 +65,7 @@ class _ModelSource:
         return None
 
     def load_model(self) -> tuple[Any, StreamedBlocks | None]:
-        """Return the Hugging Face model and, with `streaming`, its blocks, which stay in files."""
+        """Return the Hugging Face model, and its blocks that stay in files; `None` if none do."""
         dtype, options = as_dtype(self.dtype), dict[str, Any]()
         if self.attn_implementation:
             options["attn_implementation"] = self.attn_implementation
@@ -183,12 +183,13 @@ class CausalLM(LightningModule):
             without a `config.json`, the directory can be given. A configuration is an object or a
             dictionary with a `model_type`, for a new model with random weights.
         dtype: The precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps
-            the checkpoint's.
+            the checkpoint's, and means float32 for random weights. A loaded model is cast in place.
         revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
         gguf_file: The name of a GGUF file in the directory or hub repository `model`.
         tokenizer: A tokenizer, or the directory or hub id of one; by default the model's own.
-        attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
+        attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`; it is
+            set in a loaded model, too. By default the model's own.
         offload: Whether the blocks stay in CPU memory in `validate` and `test`, with one at a time
             on the accelerator, for models that it cannot hold. Use large batches then.
         streaming: Whether the blocks stay in the safetensors files of the checkpoint, with one at a
@@ -208,12 +209,17 @@ class CausalLM(LightningModule):
             without a name is called "text".
 
     Raises:
-        FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
-        TargetError: The checkpoint is quantized, or lacks weights that the model needs.
-        FormatError: Files of the checkpoint are damaged, or hold more than tensors; or transformers
-            cannot read the architecture of a GGUF file.
-        OptionError: The directory holds several GGUF files, and `gguf_file` names none of them; or
-            `streaming` is asked for, and there are no safetensors files of dense weights.
+        FileNotFoundError: `model` is neither a model directory nor a model that the hub gives, or
+            `gguf_file` or the named tokenizer does not exist.
+        TargetError: The checkpoint is quantized, or its weights are not those of the model; the
+            model is no causal one, or on the meta device; or `streaming` finds no blocks, or blocks
+            with tied weights.
+        FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit the
+            configuration; or transformers cannot read the architecture of a GGUF file.
+        DataError: The tokenizer cannot be loaded.
+        OptionError: An argument has a wrong type or value, or does not fit `model`, such as several
+            GGUF files without `gguf_file`, `streaming` without safetensors files of dense weights,
+            or `revision` with a loaded model.
         DependencyError: The model is a GGUF file, and the extra `gguf` is not installed.
         TypeError: `model` or `tokenizer` is of another type.
     """
@@ -277,8 +283,8 @@ class CausalLM(LightningModule):
     ) -> Self:
         """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
 
-        Only tensors and plain containers are unpickled, unless `weights_only` is false, since other
-        objects can run code.
+        Only tensors and plain containers are unpickled, unless `weights_only` is false, or `None`
+        for a URL, since other objects can run code.
 
         Raises:
             FormatError: The file is no Lightning checkpoint, damaged, or holds objects that
@@ -290,7 +296,7 @@ class CausalLM(LightningModule):
             )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Compute the logits (batch, length, vocabulary)."""
+        """Compute the logits (batch, length, vocabulary); raise a TargetError if there are none."""
         output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         if not isinstance(getattr(output, "logits", None), Tensor):
             raise TargetError(
@@ -302,7 +308,10 @@ class CausalLM(LightningModule):
         return output.logits
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
-        """Return the mean negative log-likelihood in nats, and the number of predicted tokens."""
+        """Return the mean negative log-likelihood in nats, and the number of predicted tokens.
+
+        The mean is NaN if no token is predicted. See `split_batch` for batches and their errors.
+        """
         losses, predicted = self._token_losses(batch)
         count = predicted.sum()
         # By tokens, not by windows: a window with padding counts by the tokens that it has.
@@ -315,7 +324,7 @@ class CausalLM(LightningModule):
         return token_losses(self(ids, mask), ids, mask, wanted)
 
     def _require_causal(self, batch: Any) -> None:
-        """Raise if a later token changes the logits of an earlier one; tested once for a model.
+        """Raise a TargetError if a later token changes earlier logits; tested once for a model.
 
         Perplexity is defined by the likelihood of each token given the tokens before it, which only
         a causal model gives.
@@ -332,8 +341,8 @@ class CausalLM(LightningModule):
         other[-1] = 1 if window[-1] == 0 else window[-1] - 1
         with torch.no_grad():
             logits = self(torch.stack([window, other]), None)[:, :-1].float()
-        # Both rows run in one batch, so that a causal model differs by rounding alone: 8 ε of the
-        # largest logit, and 1e-4 where kernels round more than their dtype.
+        # Both rows run in one batch, so that the logits of a causal model differ by rounding alone:
+        # by at most max(1e-4, 8 ε) times the largest, 1e-4 as some kernels round more than float32.
         rounding = max(1e-4, 8 * torch.finfo(self.model.dtype).eps) * float(logits.abs().max())
         if float((logits[0] - logits[1]).abs().max()) > rounding:
             raise TargetError(
@@ -350,7 +359,7 @@ class CausalLM(LightningModule):
 
         Raises:
             OptionError: A streamed model is to be trained.
-            TargetError: A model to be evaluated has NaN or Inf among its weights.
+            TargetError: A model to be evaluated has NaN or Inf among its weights in memory.
         """
         if stage == "fit":
             self._refuse_streamed("`fit` changes all weights at once")
@@ -366,7 +375,7 @@ class CausalLM(LightningModule):
             self._offloaded.enter_context(offload.active())
 
     def teardown(self, stage: str) -> None:
-        """Undo `offload`."""
+        """End the offloading that `setup` began; the blocks stay on the CPU."""
         self._offloaded.close()
 
     def on_train_start(self) -> None:
@@ -387,7 +396,7 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the loss and the perplexity of the text, over all batches."""
+        """Log loss and perplexity of the data; raise a TargetError if the model is not causal."""
         self._require_causal(batch)
         losses, predicted = self._token_losses(batch)
         for key, metric in self._texts.logged(dataloader_idx).items():
@@ -445,7 +454,10 @@ class CausalLM(LightningModule):
             )
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with linear warm-up and cosine decay over the trainer's steps."""
+        """Return AdamW with linear warm-up and cosine decay over the trainer's steps.
+
+        An unknown number of steps raises an OptionError.
+        """
         steps = self.trainer.estimated_stepping_batches
         if not 1 <= steps < math.inf:
             raise OptionError(
@@ -463,7 +475,11 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration and the tokenizer, to rebuild the model without its source."""
+        """Store the configuration and the tokenizer, to rebuild the model without its source.
+
+        Raises:
+            OptionError: The model is streamed.
+        """
         self._refuse_streamed("a Lightning checkpoint holds all weights at once")
         saved = dict(checkpoint.get("hyper_parameters", {}))
         saved["model"] = self.model.config.to_dict()
@@ -474,12 +490,13 @@ class CausalLM(LightningModule):
         checkpoint["hyper_parameters"] = saved
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the tokenizer from the checkpoint."""
+        """Load the checkpoint's tokenizer, if any; raise an OptionError for a streamed model."""
         self._refuse_streamed("`ckpt_path` gives all weights at once")
         if _TOKENIZER in checkpoint:
             self.tokenizer = tokenizer_from_files(checkpoint[_TOKENIZER])
 
     def _refuse_streamed(self, problem: str) -> None:
+        """Raise an OptionError, with the problem, if the blocks are in files."""
         if self.streamed is not None:
             raise OptionError(
                 f"`streaming`: {problem}, and only one block at a time is in memory. Load the "

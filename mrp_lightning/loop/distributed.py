@@ -87,17 +87,18 @@ def _shards(strategy: Any) -> bool:
 
 
 def _name_of(trainer: Trainer) -> str:
-    """Return the strategy as the user named it."""
+    """Return the strategy as the user named it, or the name of a strategy object's class."""
     flag = lightning_names.strategy_as_given(trainer)
     return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 
 def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
-    """Return a sampler of the windows of this process; `None` for Lightning's own.
+    """Return a sampler of the windows of this process; `None`, for Lightning's own, within `fit`.
 
     Lightning's own sampler for `test` and `validate` repeats windows to give each process the same
     number; repeated windows would count twice. Equal numbers are needed only within `fit`, where
-    processes synchronise gradients.
+    processes synchronise gradients. Without a trainer or other processes the result is `None`, too.
+    Fewer windows than processes raise a DataError.
     """
     # In `fit`, a process with one window more would wait for gradients that no other sends.
     if trainer is None or trainer.world_size == 1 or trainer.state.fn == TrainerFn.FITTING:
@@ -114,7 +115,7 @@ def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
 
 @contextmanager
 def rank_zero_logging(processes: Processes) -> Iterator[None]:
-    """Silence the messages of all processes but process 0, which would only repeat its own."""
+    """Silence this process below errors unless it is process 0, whose messages it would repeat."""
     if processes.rank == 0:
         yield
         return
@@ -133,15 +134,15 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
 
 
 _LAUNCHER = "MRP_LIGHTNING_LAUNCHER"
-"""The variable with the id of the process that started this one as one of a group."""
+"""The environment variable with the id of the process that started this one as one of a group."""
 
 
 def end_with_launcher() -> None:
     """End this process if the process that started it ends before their group has formed.
 
-    Lightning's `ddp` starts the other processes of a machine from the first one. If that process is
-    killed, the others would wait half an hour for it to open the group. `fail_together` takes over
-    once the group exists.
+    A thread watches, and ends this process with the exit status `FAILED`. Lightning's `ddp` starts
+    the other processes of a machine from the first one. If that process is killed, the others would
+    wait half an hour for it to open the group. `fail_together` takes over once the group exists.
     """
     launcher = os.environ.get(_LAUNCHER)
     if os.environ.get("LOCAL_RANK", "0") == "0" or launcher is None:
@@ -152,12 +153,12 @@ def end_with_launcher() -> None:
 
 
 def _watch_launcher(launcher: int) -> None:
-    """End this process when its launcher has ended, until the group is there."""
-    # A launcher is not always the parent, since a shell or script may be in between. A parent's id
-    # cannot be taken over by another process unnoticed: it changes when the parent ends.
+    """End this process if its launcher ends before the group exists."""
+    # A launcher is not always the parent, since a shell or script may be in between. If it is, a
+    # later process with its id is no danger: `getppid` changes when the parent ends.
     is_parent = os.getppid() == launcher
     while not has_group():
-        # If it was killed while this process started, another one is the parent by now.
+        # A launcher that was killed before the first line is no parent, and does not exist.
         has_ended = os.getppid() != launcher if is_parent else not _exists(launcher)
         if has_ended:
             log.error(
@@ -168,7 +169,7 @@ def _watch_launcher(launcher: int) -> None:
 
 
 def _exists(process: int) -> bool:
-    """Return whether a process runs; one that nobody has waited for yet does not."""
+    """Return whether a process runs; a zombie does not, where there is a `/proc` to show it."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     try:
@@ -188,7 +189,8 @@ def refuse_together(processes: Processes) -> Iterator[None]:
     connection that hides the reason. Without a group, each process is alone.
 
     Raises:
-        ProcessError: Another process raised; the message has its error.
+        ProcessError: Another process raised; the message has its error. An error of this process
+            is raised as it is.
     """
     if processes.size == 1 or not has_group():
         yield
@@ -213,9 +215,10 @@ def refuse_together(processes: Processes) -> Iterator[None]:
 def fail_together(processes: Processes) -> Iterator[None]:
     """End this process if another fails or dies while all of them are in this context.
 
-    When a process dies, a launcher ends only the processes of its own machine; those of other
-    machines would wait in a collective, on a GPU for many minutes. Therefore each process writes a
-    heartbeat to the group's store, and reads the heartbeats of the others.
+    Entering, and leaving without an error, are collective calls. When a process dies, a launcher
+    ends only the processes of its own machine; those of other machines would wait in a collective,
+    on a GPU for many minutes. Therefore each process writes a heartbeat to the group's store, and
+    reads the heartbeats of the others.
     """
     if processes.size == 1:
         yield
@@ -244,7 +247,7 @@ def fail_together(processes: Processes) -> Iterator[None]:
 
 
 def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
-    """Write heartbeats, and end this process when another's heartbeats stop."""
+    """Write heartbeats, and end this process if another's stop or report a failure."""
     others = [rank for rank in range(processes.size) if rank != processes.rank]
     seen, missed = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
     beat = 0
@@ -272,8 +275,9 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 
 
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
-    """End this process, unless its main thread, whose error explains more, ends it in time."""
-    # The failure of one process usually raises an error in the collective of the others, too.
+    """End this process unless its main thread leaves the context within `_GRACE` seconds."""
+    # The failure of one process usually raises an error in the collective of the others, too, which
+    # explains more.
     if left.wait(_GRACE):
         return
     log.error(

@@ -41,10 +41,10 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 
 
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
-    """Return the module that is saved, and the prefix of its names in the LightningModule.
+    """Return the prefix of the saved module's names in the LightningModule, and the saved module.
 
-    The saved module is the only `PreTrainedModel`, or the module of a `ModuleRunner`, or else the
-    whole LightningModule.
+    The saved module is the only outermost `PreTrainedModel`, or the module of a `ModuleRunner`, or
+    else the whole LightningModule.
     """
     models = language_models(module)
     # Of several models none can stand for the whole, so that the LightningModule is saved.
@@ -77,12 +77,13 @@ def is_built_later(module: LightningModule) -> bool:
 
 
 def check_batch(module: LightningModule, batch: Any) -> None:
-    """Raise for windows longer than the model's positions, and for tokens outside its vocabulary.
+    """Raise for a calibration batch that does not fit the model.
 
-    For a `CausalLM`, also raise for inputs other than text.
+    Token ids and masks are checked for a module with exactly one Hugging Face model.
 
     Raises:
-        DataError: The batch does not fit the model.
+        DataError: Windows are longer than the model's positions; tokens are outside its vocabulary;
+            the mask has negative values; or a `CausalLM` is given floating inputs.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
         parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
@@ -119,10 +120,11 @@ def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
 
 
 def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
-    """Let a streamed model read its blocks from its dense files, also after an interrupted run.
+    """Let a streamed model read its blocks from its checkpoint, not from an earlier run's shards.
 
-    A module in memory stays as it is. `is_kept` is true if the run has a journal, which is
-    required: pruned blocks of a streamed model exist nowhere else.
+    A module in memory stays as it is. `is_kept` is true if the run has a journal. Raise an
+    OptionError without one, since pruned blocks of a streamed model exist nowhere else, or if the
+    module has weights outside of its model; and a StrategyError for several processes.
     """
     streamed = streamed_blocks(module)
     if streamed is None:
@@ -147,7 +149,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
 
 
 def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
-    """Raise if the plan of a streamed module has other blocks, or layers without weights."""
+    """Raise a TargetError if a plan has blocks that are not streamed, or outer layers in files."""
     streamed = streamed_blocks(module)
     if streamed is None:
         return
@@ -185,7 +187,7 @@ class Step:
         return self.args[0] if self.args else self.kwargs.get("batch")
 
     def to(self, device: torch.device) -> "Step":
-        """Copy the arguments to a device."""
+        """Return the step with copies of its arguments on a device."""
         # A copy at each run: a step may change its batch, and the next pass over the data needs the
         # same one.
         args, kwargs = copy_tensors((self.args, self.kwargs), device)
@@ -195,7 +197,8 @@ class Step:
 def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
     """Copy a collection, its tensors and arrays, and other objects that Lightning can move.
 
-    Immutable objects, such as strings, are not copied.
+    Copied tensors are detached; without a device, each copy stays where its original is. All other
+    objects, such as strings, are shared with the original.
     """
 
     def copied(x: Any) -> Any:

@@ -12,7 +12,10 @@ from mrp_lightning.targets.plan import Plan, find_head, make_plan
 
 
 def plan_for(module: LightningModule, settings: Settings) -> Plan:
-    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`."""
+    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`.
+
+    An OptionError is raised if `targets` names the head although `head_grid` is set.
+    """
     plan = make_plan(
         module,
         settings.recipe.pattern,

@@ -77,7 +77,7 @@ class ProgressReporter:
         self._update = None
 
     def is_due(self) -> bool:
-        """Return whether the bar may be updated again: at most ten times a second."""
+        """Return whether `_BAR_SECONDS` have passed since this method last returned true."""
         now = time.monotonic()
         due = now >= self._next_update
         # Only a drawn update starts the next interval; else frequent calls would put it off
@@ -95,7 +95,7 @@ class ProgressReporter:
         self._log(line, time.monotonic())
 
     def log_seldom(self, text: str) -> None:
-        """Log the present task and the elapsed time, at most every half minute."""
+        """Log the present task and the elapsed time, half a minute after the last line or later."""
         now = time.monotonic()
         if now >= self._next_line:
             self._log(f"{text} · {roughly(now - self._start)}", now)
@@ -119,7 +119,7 @@ def _has_bar(trainer: Trainer) -> bool:
 
 
 def roughly(seconds: float) -> str:
-    """Format an estimated time in its largest unit."""
+    """Format seconds as s, from 99.5 s on as min, and from 99.5 min on as h, such as "12 min"."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:
@@ -130,7 +130,7 @@ def roughly(seconds: float) -> str:
 class BatchLog(Callback):
     """Logs the batch of `fit`, `validate` and `test` after five seconds, then every half minute.
 
-    In files, Lightning's bar appears only at the end, and a disabled bar does not appear at all.
+    It logs unless a bar is shown on a terminal: in a file, Lightning's bar appears only at the end.
     """
 
     def __init__(self) -> None:

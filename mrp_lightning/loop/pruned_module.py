@@ -59,8 +59,11 @@ def check_save_dir(
 ) -> None:
     """Raise before any work if `_save_pruned` or `save_trained` could not write.
 
-    The causes are a directory that may not be replaced, a disk with less room than the weights in
-    `dtype` and the journal take, and a `generation_config` that transformers refuses to write.
+    Raises:
+        OptionError: The disk has less room than the weights in `dtype` (`None` means that of the
+            checkpoint) and the journal take, or transformers refuses the `generation_config`.
+        SaveError: The saved model would not load; see `check_class`.
+        FileExistsError: The directory may not be replaced; `check_output_dir` raises more.
     """
     model = checkpoint_root(module)[1]
     other_bytes = sum(tensor.nbytes for tensor in extra_weights(module).values())
@@ -82,8 +85,8 @@ def check_save_dir(
 def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, whole: bool) -> int:
     """Return the bytes that a journal may add to the disk: the weights minus its present shards.
 
-    The journal of a streamed model adds nothing if blocks stay `whole`, since its shards then
-    become files of the checkpoint.
+    The journal of a streamed model adds nothing if blocks stay `whole` and keep their dtype, since
+    its shards then become files of the checkpoint.
     """
     model: Any = checkpoint_root(module)[1]
     if whole and streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
@@ -108,11 +111,11 @@ def _check_generation(model: PreTrainedModel) -> None:
 
 
 class PrunedModule:
-    """A pruned module, with a strong reference to it until it has been saved.
+    """A pruned module, with a strong reference to it until `release`, and a weak one after that.
 
     Args:
         module: The LightningModule.
-        report: The report of the run, which this completes.
+        report: The report of the run, whose `complete` is set by `save` or `complete`.
         grid: The parameters of layers on the grid of an engine, by the names of layers.
         journal: The journal, which is removed once the model is saved; `None` if there is none.
     """
@@ -132,7 +135,7 @@ class PrunedModule:
         self._digest = _digest(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the weak references, which cannot be copied to another process."""
+        """Replace the weak references, which cannot be copied to another process, by `_gone`."""
         return {**vars(self), "_seen": (_gone, _gone)}
 
     def is_of(self, module: LightningModule) -> bool:
@@ -149,7 +152,7 @@ class PrunedModule:
         self.report.complete = True
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool) -> None:
-        """Write the model with its report, which is complete from then on.
+        """Write the model with its report, in process 0; complete the report, remove the journal.
 
         Args:
             directory: The directory to write; it appears when it is complete.
@@ -192,7 +195,7 @@ class PrunedModule:
             self._journal = None
 
     def _module(self) -> LightningModule | None:
-        """Return the module, or a new wrapper if only its model is still in memory."""
+        """Return the module, a new wrapper if only its model is in memory, `None` if neither is."""
         module, model = (seen() for seen in self._seen)
         # A plain model has a LightningModule for one call alone, and outlives it.
         if module is None and model is not None:
@@ -204,7 +207,7 @@ class PrunedModule:
 def _digest(module: LightningModule) -> str | None:
     """Return the digest of the weights to save; `None` for a streamed model, whose files hold them.
 
-    Only the process that saves computes it.
+    Only process 0, which saves, computes it; in others it is `None`.
     """
     if rank_zero_only.rank != 0 or streamed_blocks(module) is not None:  # type: ignore[attr-defined]
         return None
@@ -297,7 +300,7 @@ def _copy_companions(module: LightningModule, directory: Path) -> None:
 def _parameters_of_sources(
     module: LightningModule, report: PruningReport
 ) -> dict[str, GridParameters]:
-    """Return the grid parameters of layers that an earlier pruning wrote and this one left."""
+    """Return the grid parameters of layers that an earlier pruning quantised and this one kept."""
     parameters: dict[str, GridParameters] = {}
     for source in _sources_of(module):
         try:
@@ -319,7 +322,7 @@ def save_trained(
     """Write a trained model as a Hugging Face directory, which appears when it is complete.
 
     If the model was loaded from a pruned checkpoint and is still as sparse, the report of its
-    pruning is written, too.
+    pruning is written, too. `save_directory` and `save_pretrained` list the errors.
 
     Args:
         module: The module.
@@ -341,7 +344,7 @@ def save_trained(
 
 
 def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
-    """Return the report of a model's pruned source checkpoint, if the model still has its zeros."""
+    """Return the report of a model's pruned source; `None` if the model lacks some of its zeros."""
     file = Path(directory) / NAME
     if not file.is_file():
         return None
@@ -380,7 +383,7 @@ _SOURCES = WeakKeyDictionary[PreTrainedModel, Path]()
 def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of a model's saved weights, those on the meta device included.
 
-    `dtype` is the type of floating weights; `None` is the type in the checkpoint.
+    `dtype` is the type of a `PreTrainedModel`'s floating weights; `None` is that in the checkpoint.
     """
     tensors = (*model.named_parameters(), *model.named_buffers())  # each tied tensor once
     if not isinstance(model, PreTrainedModel):

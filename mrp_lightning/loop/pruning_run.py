@@ -108,9 +108,10 @@ def _open_journal(
     config: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Iterator[Journal]:
-    """Start or resume the journal of a job; log the progress if the run fails.
+    """Start or resume the journal of a job; after an error, log the progress in it.
 
     Process 0 writes the journal. With `resume`, an existing journal is resumed, else replaced.
+    After an error, a journal that saves no work is removed.
     """
     plan = job.plan
     about = {
@@ -133,9 +134,9 @@ def _open_journal(
         try:
             yield journal
         except BaseException:
-            # A journal without blocks saves no work, so that it may go; the survey in `kept` does.
+            # A journal with neither blocks nor a survey (`kept`) saves no work.
             if not journal.manifest.shards and not journal.manifest.kept:
-                # A journal of changed weights stays: it keeps another run from starting with them.
+                # If weights were changed, it stays: it keeps another run from starting with them.
                 if not job.listener.pruned_rows:
                     journal.remove()
             elif job.processes.rank == 0:
@@ -200,6 +201,7 @@ class Run:
 
     Attributes:
         report: The report of the layers that are pruned, also after an error; empty before.
+        save_dir: The directory of the pruned model; `None` if it is not saved.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class Run:
         self._journal_path = None if rehearsal else output.run_directory or output.save_dir
 
     def check(self, caller: str) -> None:
-        """Raise, before the data is read, if the module cannot be pruned or saved.
+        """Raise, before the data is read, if a process cannot prune or save its module.
 
         Args:
             caller: The name of the callback, for messages.
@@ -259,11 +261,11 @@ class Run:
             self._changes.enter_context(blocks_on_cpu(self.module, blocks))
 
     def capture(self) -> None:
-        """Store the batches of the loop instead of running the model on them.
+        """Store the batches of the loop, and run the model on them up to the first block alone.
 
         Raises:
-            Interrupted: SIGTERM arrived after the trainer's handler was installed, which only its
-                loops check.
+            Interrupted: SIGTERM arrived after the trainer's handler was installed, after which only
+                the trainer's loops check for it.
         """
         self._changes.close()
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
@@ -286,7 +288,7 @@ class Run:
         self._changes.close()
 
     def num_batches(self) -> int:
-        """Return the number of batches that all processes stored; a collective call."""
+        """Return the total number of batches that the processes stored; a collective call."""
         steps = [] if self._capture is None else self._capture.steps
         return int(sum(count for (count,) in processes_of(self.trainer).numbers(len(steps))))
 
@@ -294,7 +296,8 @@ class Run:
     def prune(self, batches: int) -> Iterator[PrunedModule]:
         """Prune the module in place, and lock the journal until the end of the context.
 
-        Inference mode, in which the loop may be, is off in this context.
+        Inference mode, in which the loop may be, is off in this context. `prune_model` and
+        `Journal.open` list the errors.
 
         Args:
             batches: The number of batches; see `num_batches`.
@@ -384,7 +387,7 @@ class Run:
             )
 
     def log_result(self) -> None:
-        """Log a summary, and warn of layers that already had the pattern."""
+        """Log a summary; warn of layers that already had the pattern, and of a ruined model."""
         totals, recipe = self.report.totals, self.settings.recipe
         if self.report.narrowed:
             self._log_narrowed()

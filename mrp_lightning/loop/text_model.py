@@ -50,7 +50,7 @@ class TextModel(LightningModule):
 
     Raises:
         TargetError: The model reads more than one text, or is quantized; or the weights are not
-            those of its class. `load_text_model` raises more.
+            those of its class. `load_text_model` and `load_tokenizer` raise more.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TextModel(LightningModule):
         return min((n for n in limits if n is not None and n < _ANY_LENGTH), default=None)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Compute the hidden states (batch, length, features) or logits that the model gives."""
+        """Compute hidden states (batch, length, features) or logits; add `end` without a mask."""
         if attention_mask is None:  # else the caller has put the tokens after each text
             end = self.end.to(input_ids).expand(len(input_ids), -1)
             input_ids = torch.cat([input_ids, end], 1)
@@ -111,7 +111,7 @@ class TextModel(LightningModule):
         self._outputs = []
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Keep the outputs of a batch, of some tokens alone if there are many for each."""
+        """Store outputs in float32 on the CPU, of every n-th token if they exceed `_NUMBERS`."""
         ids, mask = split_batch(batch)
         output = self(ids, mask)
         # Every n-th token, the same in both tests, since windows are the same and n depends on the
@@ -122,7 +122,7 @@ class TextModel(LightningModule):
         self._context = ids.shape[1] + (len(self.end) if mask is None else 0)
 
     def on_test_epoch_end(self) -> None:
-        """Fill `evaluation`."""
+        """Set `evaluation`; the outputs of the first test become the reference."""
         # The first outputs stay the reference, also when the model has changed since.
         self._reference = self._reference or self._outputs
         self.evaluation = {

@@ -36,6 +36,8 @@ silence_lightning()
 class Trainer(pl.Trainer):
     """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
 
+    Checkpoints are loaded as by `TensorsOnly`, unless a plugin replaces Lightning's own loading.
+
     Args:
         devices: The number of accelerators, or their indices. With `strategy="ddp"`, several
             devices share the work of pruning; see docs/large.md.
@@ -47,6 +49,7 @@ class Trainer(pl.Trainer):
     Raises:
         TypeError: `callbacks` holds an object that is no `lightning` callback, such as one of
             `pytorch_lightning`.
+        OptionError: `devices` has another type.
     """
 
     callbacks: list[Callback]  # Lightning sets it without declaring it
@@ -89,20 +92,27 @@ class Trainer(pl.Trainer):
                 mapping.
             dataloaders: One or several dataloaders.
             datamodule: A datamodule that gives the dataloaders in their place.
-            return_predictions: Whether what `predict_step` returns is kept.
+            return_predictions: Whether to return the results of `predict_step`. `None` means true,
+                except with strategies that spawn or fork workers.
             ckpt_path: A Lightning checkpoint of the model.
             weights_only: Whether to unpickle only tensors and plain containers from the checkpoint,
                 since other objects can run code. `None` means true.
             callbacks: Callbacks for this call only, together with the trainer's own.
 
+        Returns:
+            The results of `predict_step` on the CPU, a list for each of several dataloaders; `None`
+            without `return_predictions`, or if a callback prunes.
+
         Raises:
-            TypeError: `callbacks` holds an object that is no `lightning` callback, or `model` or
-                `datamodule` is of the package `pytorch_lightning`.
+            TypeError: `callbacks` holds an object that is no `lightning` callback; `model`,
+                `dataloaders` or `datamodule` is of the package `pytorch_lightning`; or `model` has
+                another type. `CausalLM` raises more for a path or hub id.
             DataError: A callback prunes, and there is no data to calibrate on.
+            FormatError: `ckpt_path` is damaged, no checkpoint, or forbidden by `weights_only`.
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
-            StrategyError: A callback prunes, and the strategy shards the model, or starts workers
-                whose pruned weights would be lost.
+            StrategyError: A callback prunes, and the strategy shards the model, starts workers
+                whose pruned weights would be lost, or is unknown.
         """
         # The class of a compiled module is torch's, and hides the package of the one inside.
         inner = uncompiled(model) if isinstance(model, nn.Module) else model
@@ -128,12 +138,10 @@ class Trainer(pl.Trainer):
             )
 
     def _require_data(self, model: nn.Module | None) -> None:
-        """Raise, before the model is moved, if a callback prunes and there is no data."""
+        """Raise a `DataError` if a callback prunes and the module has no `predict_dataloader`."""
         module = None if model is None else uncompiled(model)
         if not isinstance(module, pl.LightningModule):
             return
-        # A module may bring its own data by `predict_dataloader`, so that only modules without it
-        # are refused.
         if callbacks_that_prune(self) and not is_overridden("predict_dataloader", module):
             raise DataError(
                 "`predict` was given nothing to calibrate on. Give `dataloaders`, or a text by "
@@ -142,7 +150,7 @@ class Trainer(pl.Trainer):
             )
 
     def _explained_memory(self) -> AbstractContextManager[None]:
-        """Explain an out-of-memory error if a callback prunes."""
+        """Return a context that explains out-of-memory errors if a callback prunes."""
         offloads = [callback.settings.offload for callback in callbacks_that_prune(self)]
         if not offloads:
             return nullcontext()
@@ -150,7 +158,7 @@ class Trainer(pl.Trainer):
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
-        """Add the callbacks that the trainer lacks for the duration of a call."""
+        """Add those callbacks that the trainer lacks, and remove them after the context."""
         extra = _checked(callbacks)
         # By identity, too: equal callbacks are still two, and one that is present is not doubled.
         extra = [c for c in extra if not any(c is present for present in self.callbacks)]
@@ -169,7 +177,7 @@ class Trainer(pl.Trainer):
 
 
 def require_accelerator(accelerator: Any) -> None:
-    """Raise an OptionError if this machine has no accelerator of that name."""
+    """Raise an OptionError for a name of no accelerator of this machine; other objects pass."""
     accelerators = {n: AcceleratorRegistry[n]["accelerator"] for n in AcceleratorRegistry}
     available = {name for name, kind in accelerators.items() if kind.is_available()}
     names = {"auto", *available}
@@ -242,7 +250,7 @@ def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:
 
 
 def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
-    """Return the callbacks as a list; raise if one is not of this trainer's Lightning."""
+    """Return the callbacks as a list; raise a TypeError if one is not of `lightning`."""
     if callbacks is None:
         return []
     listed = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
@@ -259,6 +267,7 @@ def _is_of_the_other_package(value: object) -> bool:
 
 
 def _got(values: Sequence[object]) -> str:
+    """Return the end of an error message: the types of wrong values, and a likely correction."""
     if classes := [value.__name__ for value in values if isinstance(value, type)]:
         made = ", ".join(f"`{name}(…)`" for name in classes)
         return f"Got the class {', '.join(classes)}: make an object of it, {made}."
@@ -272,9 +281,9 @@ def _got(values: Sequence[object]) -> str:
 
 
 def as_lightning_module(model: Any) -> nn.Module:
-    """Return a LightningModule for `predict`: the module itself, or a wrapper of it.
+    """Return a LightningModule for `predict`: the module itself, compiled or not, or a wrapper.
 
-    A path or hub id is loaded as by `CausalLM`.
+    A path or hub id is loaded as by `CausalLM`. An object of another type raises a TypeError.
     """
     if isinstance(model, str | os.PathLike):
         return CausalLM(model)
@@ -292,7 +301,7 @@ def as_lightning_module(model: Any) -> nn.Module:
 
 
 def _reads_text_alone(model: PreTrainedModel) -> bool:
-    """Return whether token ids are a language model's only inputs: no images, no encoder."""
+    """Return whether a model generates text, and reads token ids alone: no images, no encoder."""
     # Models of several kinds of input nest the configuration of their text model in their own.
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
     return is_decoder and model.config.get_text_config() is model.config
@@ -303,6 +312,8 @@ _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 
 class ModuleRunner(pl.LightningModule):
     """Calls a plain module with each batch.
+
+    Its `tokenizer` is the one stored with a generating Hugging Face model, else `None`.
 
     Args:
         model: Any module.
@@ -320,10 +331,10 @@ class ModuleRunner(pl.LightningModule):
             self.tokenizer = find_tokenizer(source) if source else None
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Run the module on one batch.
+        """Return the output of the module for one batch.
 
         Raises:
-            DataError: The model has a decoder, and the batch nothing for it to read.
+            DataError: The model has a decoder behind an encoder, and the batch no input for it.
         """
         try:
             return self._output(batch)

@@ -52,7 +52,7 @@ def to_predict(batch: Any, ids: Tensor) -> Tensor | None:
     The result is `None` if the batch is no mapping with `labels`.
 
     Raises:
-        DataError: The labels are not those of the token ids (batch, length).
+        DataError: The labels have another shape than the ids, or differ from them and from −100.
     """
     # Only a mapping names its labels: the further items of a tuple may be anything.
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -82,7 +82,7 @@ def _check_shape(name: str, value: Any, ids: Tensor, content: str) -> None:
 
 
 def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
-    """Raise a DataError for token ids outside a model's vocabulary.
+    """Raise a DataError for token ids outside a model's vocabulary, unless it is multimodal.
 
     Args:
         model: The model.

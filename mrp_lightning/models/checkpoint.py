@@ -103,7 +103,7 @@ def is_path(source: str) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files of a Hugging Face directory from which transformers would read weights.
+    """Return a directory's files from which transformers would read weights; empty if none.
 
     Links are followed: in the hub's cache all files are links. The files that an index names must
     lie in the directory, so that a malicious checkpoint cannot make this machine read other files.

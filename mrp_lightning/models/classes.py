@@ -1,4 +1,4 @@
-"""Tell causal language models, other models of text, and models of other inputs apart."""
+"""Distinguish causal language models, other models of text, and models of other inputs."""
 
 import inspect
 from typing import Any
@@ -43,7 +43,8 @@ def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: 
     of a classifier.
 
     Raises:
-        TargetError: The message has the lines that prune the model as it is.
+        TargetError: It is of another model; the message shows how to prune that as it is.
+        FormatError: transformers cannot build the other model.
     """
     if is_causal(config):
         return
@@ -62,13 +63,13 @@ def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: 
 
 
 def require_text(model: PreTrainedModel, kind: Any, source: str) -> None:
-    """Raise a `TargetError` with an own module for a model that reads more than one text."""
+    """Raise the `TargetError` of `of_other_inputs` for a model that reads more than one text."""
     if not reads_text_alone(model):
         raise of_other_inputs(model, kind, source)
 
 
 def of_other_inputs(model: PreTrainedModel, kind: Any, source: str) -> TargetError:
-    """Return the refusal of a model that reads more than text, with the module that prunes it.
+    """Return the error for a model that reads more than text, with a LightningModule to prune it.
 
     Args:
         model: The model, with or without weights.

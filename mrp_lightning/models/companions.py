@@ -50,7 +50,7 @@ class Companions:
         return sum((self.directory / file).stat().st_size for file in self.files)
 
     def copy_to(self, directory: Path, *, without: Collection[str] = ()) -> None:
-        """Copy the files that the other directory lacks, except those of the names `without`."""
+        """Copy files that the other directory lacks, but not the paths `without`; warn of links."""
         for file in self.files:
             copy = directory / file
             # A file that exists was written for the new model, as its config.json is, and so is

@@ -35,7 +35,7 @@ _SUFFIX = ".gguf"
 
 
 def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
-    """Return the path of a GGUF file in a directory or, at a revision, on the hub.
+    """Return the path of a GGUF file in a directory or, at a revision, on the hub (downloaded).
 
     Without `gguf_file` the source is returned unchanged.
 
@@ -197,9 +197,9 @@ _DEQUANTIZED: ContextVar[_Dequantized | None] = ContextVar("dequantized", defaul
 
 @contextmanager
 def dequantized_once(loads: int) -> Iterator[None]:
-    """Keep the last dequantized model for the loads of this context, which copy it.
+    """Keep the last dequantized model in this context, and give a copy of it to each load.
 
-    It takes the memory of one more model up to the last load, which gets the kept model itself. A
+    This takes the memory of one more model up to the last load, which gets the kept model itself. A
     load beyond `loads` dequantizes anew.
 
     Args:
@@ -215,7 +215,7 @@ def dequantized_once(loads: int) -> Iterator[None]:
 
 
 def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """Return the dequantized model of a file, not shared with any other caller."""
+    """Return a file's dequantized model, bfloat16 by default, not shared with any other caller."""
     kept = _DEQUANTIZED.get()
     if kept is None:
         return _dequantize(file, dtype, attention)

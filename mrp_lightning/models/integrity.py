@@ -30,10 +30,12 @@ _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> Any:
     """Load the tensors and plain containers in a file of `torch.save`, without running its code.
 
-    Tensors of the subclasses `classes` are allowed, too.
+    Tensors of the subclasses `classes` are allowed, too. All are on the CPU, memory-mapped if the
+    file is an archive.
 
     Raises:
         FormatError: The file is compressed, so that its memory-mapped bytes would not be weights.
+            `torch.load` raises more, such as `UnpicklingError` for other objects.
     """
     # Only an archive can be mapped: its entries are stored, not compressed, so that their bytes in
     # the file are the weights.
@@ -126,7 +128,7 @@ def check_files(directory: Path, model: nn.Module) -> None:
 
 
 def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str]) -> None:
-    """Raise if a model is far larger than the files of its weights.
+    """Raise if a model has far more weights than its files can hold.
 
     Args:
         model: The model on the meta device, where it takes no memory.
@@ -342,7 +344,7 @@ def not_loaded(source: str, error: Exception) -> str:
 
 @contextmanager
 def explained_damage(source: str, revision: str | None) -> Iterator[None]:
-    """Replace errors of loading a model in this context by one that names the damaged files.
+    """Replace unexpected errors of loading a model by one that names the damaged files, if any.
 
     Raises:
         FormatError: The model cannot be loaded.

@@ -58,7 +58,7 @@ def make_config(values: dict[str, Any]) -> PreTrainedConfig:
 
     Raises:
         OptionError: `values` has no `model_type`.
-        FormatError: transformers refuses the values.
+        FormatError: The values are implausible (see `check_values`), or transformers refuses them.
     """
     if "model_type" not in values:
         raise OptionError(
@@ -83,10 +83,11 @@ def load_config(
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
-        FileNotFoundError: `source` is none of these.
+        FileNotFoundError: `source` is none of these, or a directory without a `config.json`.
         OptionError: The attention kernel that the configuration names is not installed.
         FormatError: transformers does not know the model, or may not run the code that comes with
-            it; or the GGUF file is damaged. `find_gguf` and `reading` raise more.
+            it; the directory holds a PEFT adapter; or the GGUF file or the configuration is
+            damaged. `find_gguf` and `reading` raise more.
     """
     if file := find_gguf(source):
         return gguf_config(file)
@@ -126,7 +127,7 @@ def load_config(
 
 
 def _check_attention(values: dict[str, Any], source: str) -> None:
-    """Raise if a `config.json` names an attention kernel that is not installed here."""
+    """Raise an OptionError if a `config.json` names an attention kernel that is not installed."""
     for key in ("attn_implementation", "_attn_implementation"):
         kernel = values.get(key)
         if isinstance(kernel, str) and not _INSTALLED.get(kernel, lambda: True)():
@@ -241,7 +242,7 @@ def _load_pretrained(
 
 
 def _check_files(source: str, config: PreTrainedConfig, kind: Any) -> None:
-    """Raise, before weights are read, if a directory's files cannot be those of the model."""
+    """Raise a FormatError, before weights are read, if files cannot be those of the model."""
     try:
         as_dtype(config.dtype)
     except OptionError as error:
@@ -269,7 +270,7 @@ def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def stored_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the precision in which a model was published, and is stored again."""
+    """Return the dtype in which a model was published and is stored; if unknown, that in memory."""
     return as_dtype(model.config.dtype) or model.dtype
 
 
@@ -401,9 +402,10 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
 
     Raises:
         FileNotFoundError: There is no tokenizer.
-        DataError: The tokenizer cannot be loaded. FormatError: The GGUF file is damaged, or
-            transformers cannot read it.
-        TypeError: `source` is none of the above.
+        DataError: The tokenizer cannot be loaded.
+        FormatError: The GGUF file is damaged, or transformers cannot read it.
+        OptionError: `source` is empty, or a directory of several GGUF files.
+        TypeError: `source` is of another type.
     """
     if isinstance(source, PreTrainedTokenizerBase):
         return source
@@ -443,10 +445,10 @@ def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundErro
 
 
 def find_tokenizer(source: str, **hub: Any) -> Any:
-    """Load the tokenizer that is stored with a model, `None` if there is none.
+    """Load the tokenizer stored with a model (`tokenizer*` in a directory), `None` without one.
 
     Raises:
-        DataError: The tokenizer cannot be loaded.
+        DataError: The tokenizer cannot be loaded. `load_tokenizer` raises more.
     """
     path = Path(source).expanduser()
     if path.is_dir() and find_gguf(source) is None:
@@ -468,7 +470,8 @@ def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the result of `tokenizer_files`, without running code in the files.
 
     Raises:
-        DataError: The files are no tokenizer.
+        DataError: The files are no tokenizer, or a damaged one.
+        FileNotFoundError: The files do not suffice for a tokenizer.
     """
     # The names come from a checkpoint, so they are bare file names: `../x` or an absolute path
     # would write outside of the temporary directory.

@@ -47,7 +47,8 @@ def save_pretrained(
 
     Raises:
         OptionError: `dtype` is no floating dtype.
-        SaveError: The class of the model would not load the written files; see `check_saved`.
+        SaveError: The class of the model would not load the written files; see `check_saved`, which
+            is not called if `state` is given.
     """
     stored, requested = model.config.dtype, as_dtype(dtype)
     dtype = requested or stored_dtype(model)

@@ -53,7 +53,7 @@ class StreamedBlocks(MovedBlocks):
 
     In between a block is on the meta device, and stays there when the model moves. It runs where
     the rest of the model is. transformers converts names, stacked experts and dtypes as it does for
-    a whole checkpoint.
+    a whole checkpoint. Reading a file that was changed since it was opened raises a FormatError.
 
     Args:
         model: The model, without weights.
@@ -63,12 +63,11 @@ class StreamedBlocks(MovedBlocks):
 
     Attributes:
         blocks: The blocks, by name.
-        shards: Files that hold one block each, by its name.
+        shards: Files that hold one block each, by the block's name.
         narrowing: Makes blocks narrower when they are saved; `None` if they stay whole.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
-        FormatError: A file was changed after it was opened; also raised when a block is read later.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class StreamedBlocks(MovedBlocks):
         self.start_over()
 
     def start_over(self) -> None:
-        """Read all blocks, from now on, from the original checkpoint again, not from shards."""
+        """Read all blocks, from now on, from the original or last settled files, not shards."""
         self._places = dict(self._source)
         self.shards.clear()
         self.narrowing = None
@@ -211,7 +210,7 @@ class StreamedBlocks(MovedBlocks):
 
     @contextmanager
     def _opened(self, files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
-        """Yield the tensors of files by name, to be read in this context.
+        """Yield an iterator over names and tensors in files, which are read in this context.
 
         The files are read, not mapped, since a writable map of a whole file counts as the process's
         own memory (`ulimit -d`). They are checked before and after, since they may change in
@@ -231,7 +230,10 @@ class StreamedBlocks(MovedBlocks):
             _require_unchanged(file, self._identities[file])
 
     def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
-        """Convert the tensors of a checkpoint to parameters, as transformers does."""
+        """Load tensors of a checkpoint into the model, converted as transformers does.
+
+        `name` is the block's, "" for the rest. Raise a FormatError if names or shapes do not fit.
+        """
         # Tensors created in inference mode could have no gradients later.
         with torch.inference_mode(False), torch.no_grad(), without_bars():
             loading, _ = convert_and_load_state_dict_in_model(
@@ -292,8 +294,8 @@ def load_streamed(
 
     Raises:
         OptionError: The weights are not in safetensors files, or packed.
-        TargetError: The model has no blocks, their weights are tied to others, or `load_model`
-            refuses it.
+        TargetError: The model has no blocks, or their weights are tied to others. `load_model`
+            raises more.
     """
     if file := find_gguf(source):
         raise _no_safetensors(file.name)
@@ -327,7 +329,7 @@ def _no_safetensors(files: str) -> OptionError:
 
 
 def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:
-    """Raise if weights of blocks are tied to others, so that they would have to stay in memory."""
+    """Raise a TargetError if weights of blocks are tied, and would have to stay in memory."""
     inside = tuple(f"{name}." for name in blocks)
     pairs = model.all_tied_weights_keys.items()
     tied = [pair for pair in pairs if any(name.startswith(inside) for name in pair)]

@@ -31,7 +31,7 @@ def narrow(structure: Structure, config: Any) -> None:
             "they were pruned."
         )
     # Checked first, cut afterwards: a model of which some blocks are narrower runs nowhere. In each
-    # block zero columns say which units go, not a list kept elsewhere, so that what is cut is
+    # block zero columns decide which units go, not a list kept elsewhere, so that what is cut is
     # exactly what contributes nothing, and the outputs stay the same.
     for parts in structure.blocks.values():
         set_attributes(parts.without(_removed_units(parts, structure), structure.units))
@@ -70,6 +70,7 @@ class StreamedNarrowing:
     def settle(self) -> None:
         """Make all blocks, whose weights are in files, narrower permanently."""
         for parts in self._structure.blocks.values():
+            # Any units, since tensors on the meta device change only their size.
             removed = torch.arange(self._structure.count)
             set_attributes(parts.without(removed, self._structure.units))
         set_attributes(self._structure.attributes)
@@ -96,7 +97,7 @@ def _removed_units(parts: BlockParts, structure: Structure) -> Tensor:
 
 
 _OF_EFFECT = 0.02
-"""The largest distance of two outputs, relative to the units' effect, that is rounding."""
+"""The largest distance of two outputs, relative to the units' effect, that counts as rounding."""
 
 
 class BlockTrial:
@@ -109,7 +110,7 @@ class BlockTrial:
         self._structure, self._seen = structure, set[Hashable]()
 
     def check(self, block: Block, run: Callable[[], Tensor | None]) -> None:
-        """Check a block, unless a block with the same parameters was checked."""
+        """Check a block by `_check_block`, unless it has no units or one like it was checked."""
         parts = self._structure.blocks.get(block.name)
         if parts is None:
             return
@@ -133,8 +134,11 @@ def _check_block(
         structure: The units.
         parts: The parts of the block that belong to them.
         run: Runs the block on one batch, and returns its hidden state; `None` if the batch does
-            not reach it.
+            not reach it, so that nothing is checked.
         block: The block.
+
+    Raises:
+        TargetError: The narrower block fails, or an output differs by more than rounding.
     """
     generator = torch.Generator().manual_seed(0)
     removed = torch.randperm(structure.units, generator=generator)[: structure.count].sort().values

@@ -43,6 +43,7 @@ class Routing:
 
     Attributes:
         module: The innermost module around router and experts.
+        experts: The module that holds the weights of all experts.
 
     Raises:
         TargetError: The block has experts in several places.
@@ -59,7 +60,10 @@ class Routing:
 
     @property
     def removed(self) -> Tensor:
-        """The removed experts, whose second matrices are zero; none until `structure.count` are."""
+        """The removed experts, whose second matrices are zero: indices, int64 on the CPU.
+
+        There are none until `structure.count` matrices are zero, and none once they are cut out.
+        """
         none = torch.tensor([], dtype=torch.long)
         if self.parts.consumers[0].view.shape[1] < self.structure.units:
             return none  # already cut out
@@ -77,7 +81,7 @@ class Routing:
 
     @contextmanager
     def without(self, removed: Tensor) -> Iterator[None]:
-        """Restrict the router to the experts that are not removed."""
+        """Restrict the router to the experts that are not removed, in this context."""
         if not len(removed):
             yield
             return
@@ -114,7 +118,7 @@ class Routing:
 
     @contextmanager
     def recorded(self, record: Callable[[Call], None]) -> Iterator[None]:
-        """Pass each call of the experts to `record`."""
+        """Pass each call of the experts in this context to `record`."""
         forward = self.experts.forward
 
         def recording(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +130,10 @@ class Routing:
             yield
 
     def weights(self, inputs: Tensor, removed: Tensor) -> Tensor:
-        """Return the router's weights (tokens, experts) for inputs of `module`."""
+        """Return the router's weights (tokens, experts) for inputs of `module`.
+
+        They are zero for the `removed` experts, and in float32 at least. No expert runs.
+        """
         calls: list[Call] = []
 
         def stop(*args: Any, **kwargs: Any) -> Any:

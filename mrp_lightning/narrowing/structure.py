@@ -19,7 +19,7 @@ Attribute = tuple[Any, str, Any]
 
 
 def set_attributes(attributes: Sequence[Attribute]) -> ExitStack:
-    """Set attributes, and return a context that restores their former values at its end."""
+    """Set attributes; the returned context, if it is entered, restores their former values."""
     with ExitStack() as stack:
         for owner, name, value in attributes:
             if hasattr(owner, name):
@@ -47,7 +47,7 @@ class Cut:
         return tensor
 
     def entries(self, units: Tensor) -> Tensor:
-        """Return the indices of units (numbers, int64) along the dimension."""
+        """Return the indices along the dimension, (units · width,), of units (numbers, int64)."""
         within = torch.arange(self.width, device=units.device)
         return (units[:, None] * self.width + within).flatten().to(self.tensor.device)
 
@@ -93,7 +93,7 @@ class Remainder(Layer):
         return self.whole.parameter
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """Return a view (rows, ...) of a tensor that has the shape of the whole parameter."""
+        """Return a view, with all rows of the whole layer, of a tensor of the parameter's shape."""
         return self.whole.arranged(stored)
 
     @property
@@ -155,14 +155,14 @@ class BlockParts:
         return {id(layer.parameter) for layer in self.consumers}
 
     def zero_units(self, units: int) -> Tensor:
-        """Return the sorted indices of the units whose columns are zero in every consumer."""
+        """Return the sorted indices, on the CPU, of units whose columns all consumers have zero."""
         zero = torch.ones(units, dtype=torch.bool)
         for layer in self.consumers:
             zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
         return zero.nonzero()[:, 0]
 
     def remainder(self, layer: Layer, kept: Tensor) -> Layer:
-        """Return the part of a layer that remains with the `kept` units alone."""
+        """Return the part of a layer for the `kept` units; the layer itself if it is not cut."""
         cut = next((cut for cut in self.cuts if cut.tensor is layer.parameter), None)
         if cut is None:
             return layer
@@ -183,10 +183,12 @@ class Structure:
     """The units of one kind in all blocks of a model, and the number of them that is removed.
 
     Attributes:
-        kind: neurons, heads or experts.
+        kind: neurons, heads or experts. With heads, a unit is a key-value group with its query
+            heads.
         units: The number of units in each block that has any.
         kept: The number of units that remain in each block.
-        blocks: The parts that belong to the units, by the name of the block.
+        blocks: The parts that belong to the units, by the name of the block, without blocks that
+            have none.
         config: The entries of the configuration for the number of units, with their new values.
         attributes: The attributes of modules outside of the blocks for the number of units.
     """
@@ -226,7 +228,8 @@ class NarrowingPlan(Plan):
 
     Attributes:
         structure: The units.
-        others: The other layers, which tuning may change, by the name of their block.
+        others: The other layers, which tuning may change, by the name of their block; empty with a
+            grid.
     """
 
     structure: Structure

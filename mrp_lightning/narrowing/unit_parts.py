@@ -52,10 +52,12 @@ def narrowing_plan(
 ) -> NarrowingPlan:
     """Return the plan of removing whole units, made from the plan of all layers.
 
-    With a grid, all layers of the plan are put on it.
+    With a grid, all layers of the plan in blocks are put on it. The arguments are those of
+    `_find_structure`.
 
     Raises:
-        TargetError: No configuration of the model's class describes the narrower model.
+        TargetError: The model is none of transformers or has no repeated blocks, or no
+            configuration of its class describes the narrower model.
         OptionError: The sparsity removes no unit, or all, or transformers refuses their number.
     """
     structure = _find_structure(model, kind, sparsity, plan, grid)
@@ -136,12 +138,12 @@ class _Unfit:
     """The reason why a changed configuration does not describe the model with fewer units."""
 
     reason: str
-    by_transformers: bool = False  # it refuses this number of units, and may take another one
+    by_transformers: bool = False  # transformers refuses this number, and may take another one
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Entries of a model's configuration that may say how many units there are."""
+    """Entries of a model's configuration that may give the number of units."""
 
     model: PreTrainedModel
     kind: str
@@ -237,8 +239,8 @@ def _least(config: PreTrainedConfig, kind: str) -> int:
 def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
     """Return the number of which the number of remaining units must be a multiple.
 
-    It is 32 for neurons, else 1; with a grid, it is raised so that the units' columns, `columns`
-    each, are whole groups of the grid.
+    It is 32 for neurons, else 1; with a grid of whole groups, it is raised so that the units'
+    columns, `columns` each, are such groups.
     """
     least = _MULTIPLE if kind == "neurons" else 1
     if grid is None or not grid.whole_groups:
@@ -247,7 +249,11 @@ def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
 
 
 def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1) -> int:
-    """Return the number of units that remain, the multiple of `multiple` nearest to the request."""
+    """Return the number of units that remain, the multiple of `multiple` nearest to the request.
+
+    Raises:
+        OptionError: That removes no unit, or leaves fewer than `least`; or a block has too few.
+    """
     least = max(least, multiple)
     # Ties: half a multiple of neurons is removed, half a head is not, being a large part of a
     # block.
@@ -284,7 +290,7 @@ def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1)
 
 
 def _built(model: PreTrainedModel, entries: Mapping[str, int]) -> PreTrainedModel | _Unfit:
-    """Build the model without weights from its configuration with changed entries."""
+    """Build the model without weights from a changed configuration, or return why it fails."""
     config = copy.deepcopy(model.config)
     try:
         for name, value in entries.items():

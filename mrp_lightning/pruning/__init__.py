@@ -1,4 +1,4 @@
-"""All layers of a model are pruned in order, written and reported.
+"""Prune the layers of a model in order, write their weights, and report the results.
 
-It needs only torch, safetensors, filelock and pydantic.
+This package needs only torch, safetensors, filelock and pydantic.
 """

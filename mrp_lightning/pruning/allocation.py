@@ -18,7 +18,7 @@ from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Layer
 
 TOKENS = 4096
-"""The largest number of output rows that are compared."""
+"""The number of output rows that are compared, or all if there are fewer."""
 _CHUNK = 128  # rows that are compared at a time, in float32
 
 
@@ -38,7 +38,7 @@ class _OutputChange:
         self._vocabularies = _vocabularies(job.model)
         self._dense: list[Tensor] = []
         # The shares are of one size, rounded up, so that no process waits for the counts of others,
-        # and at least `TOKENS` rows are compared in all if every process has that many.
+        # and at least `TOKENS` rows are compared in all if every process has its share of them.
         missing = math.ceil(TOKENS / job.processes.size)
         while missing > 0 and len(self._dense) < len(walk.batches):
             # A clone, since a slice would keep the logits of the whole batch in memory.
@@ -46,7 +46,7 @@ class _OutputChange:
             missing -= len(self._dense[-1])
 
     def of(self, k: int) -> float:
-        """Return the mean change of the rows when the present model runs on from block k."""
+        """Return the mean change, over all processes' rows, if the model runs from block k."""
         total = 0.0
         for i, dense in enumerate(self._dense):
             change = _divergence if dense.shape[1] in self._vocabularies else _relative_error
@@ -76,7 +76,7 @@ class _OutputChange:
 
 
 def _first_output(returned: Any) -> Tensor | None:
-    """Return the logits, else the first floating-point tensor, of an output."""
+    """Return the logits, else the first floating-point tensor, of an output; `None` without one."""
     if isinstance(returned, Tensor):
         return returned if returned.is_floating_point() else None
     if isinstance(returned, Mapping):
@@ -90,8 +90,9 @@ def _first_output(returned: Any) -> Tensor | None:
 def _divergence(now: Tensor, dense: Tensor) -> Tensor:
     """Return KL(p ‖ q) of each row, as Σ p·(eᵘ − 1 − u) with u = ln q − ln p.
 
-    This is Σ p·ln(p/q), since Σ p·eᵘ = Σ p = 1, but no term is negative: in Σ p·ln(p/q) the terms
-    cancel, and the float32 rounding of the logarithms is 1e-3 of a divergence of 1e-5.
+    p and q are the softmax of the logits `dense` and `now`, (rows, vocabulary). The sum is
+    Σ p·ln(p/q), since Σ p·eᵘ = Σ p = 1, but no term is negative: in Σ p·ln(p/q) the terms cancel,
+    and the float32 rounding of the logarithms is 1e-3 of a divergence of 1e-5.
     """
     log_p, log_q = dense.log_softmax(1), now.log_softmax(1)
     p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
@@ -203,7 +204,7 @@ class Sparsities:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Sparsities":
-        """Read the sparsities that `tensors` wrote; tensors of other names are ignored."""
+        """Read the sparsities from the result of `tensors`; tensors of other names are ignored."""
         layers = _numbers(tensors, _OF_LAYER)
         patterns = {name: Unstructured(sparsity) for name, sparsity in layers.items()}
         return cls(_numbers(tensors, _OF_BLOCK), patterns)
@@ -232,8 +233,8 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
 
     Model: if pruning block b alone to s changes the output by E_b, pruning it to s_b changes it by
     E_b·exp(κ(s_b − s)), with κ = `_STEEPNESS`, and changes add up. For blocks of one size, the sum
-    is least where all summands are equal: s_b = s + (μ − ln E_b)/κ. s_b stays within `_SPREAD` of
-    s, or less if that would leave (0, 1), and μ sets the mean. ln E_b is rounded to a multiple of
+    is least where all summands are equal: s_b = s + (μ − ln E_b)/κ. The distance of s_b from s is
+    at most `_SPREAD`, s/2 and (1 − s)/2, and μ sets the mean. ln E_b is rounded to a multiple of
     `STEP`, so that the rounding of float sums moves no sparsity.
     """
     # A change of 0 has no logarithm. 1e-30 is so low that its block gets the highest sparsity

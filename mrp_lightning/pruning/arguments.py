@@ -18,19 +18,19 @@ class BlockTuning:
 
     Adam, with a learning rate that falls linearly to zero, minimises ‖y − y_d‖² over the
     calibration data, where y is the output of the block in the pruned model, and y_d its output in
-    the dense model.
-    Only the kept weights of pruned layers change; removed weights stay zero. Where weights are put
-    on a grid and none are removed, only the scales change, by ten times the learning rate relative
-    to their size, and the error of each token is relative to its own ‖y_d‖²; the codes stay. Some
-    windows are held out: the epoch with the lowest error on them is chosen, or the untuned block if
-    no epoch is better. Tuning costs about 3·epochs forwards of the calibration data, and memory for
+    the dense model. Only the kept weights of pruned layers change (with `structure`, those of all
+    layers of the block); removed weights stay zero. Where weights are put on a grid and none are
+    removed, only the scales change, by ten times the learning rate relative to their size, and the
+    error of each token is relative to its own ‖y_d‖²; the codes stay. Some windows are held out:
+    the epoch with the lowest error on them is chosen, or the untuned block if no epoch is better.
+    Tuning costs about 3·epochs forwards of the calibration data, and memory for
     five copies of one block's weights in float32.
 
     Args:
         epochs: The number of passes over the calibration windows, ≥ 1.
         learning_rate: The learning rate of the first step, > 0.
         batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
-            calibration data, and at least one of each process.
+            calibration data, at least one of each process that has some left.
         held_out: The fraction of the windows, in (0, 1), that is held out: the last windows, at
             least one.
 
@@ -112,8 +112,8 @@ class PruningArguments(LayerSettings):
     accelerator."""
 
     skip_indivisible: bool = False
-    """Whether layers whose number of input features is no multiple of M stay dense; otherwise they
-    are an error."""
+    """Whether layers whose number of input features is no multiple of M, or of the columns that a
+    `grid` stores together, stay dense; otherwise they are an error."""
 
     structure: str | None = None
     """"neurons", "heads" or "experts": remove a fraction `sparsity` of each block's MLP neurons, of

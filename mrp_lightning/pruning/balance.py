@@ -16,8 +16,8 @@ p = ∞ their largest weights. p = 8 is best on layers of two models, with 4 bit
 AWQ (Lin et al., 2023) scales columns, too, by a search over powers of activations alone.
 
 The producer of an input is a norm, whose weights are divided, or a linear layer, whose rows are: up
-for down in a gated MLP, v for o in attention. Which modules are linked is found by running a block:
-factors that are powers of two leave every bit of its output as it was.
+for down in a gated MLP, v for o in attention. Linked modules are found by running the block: with
+factors that are powers of two, every bit of its output stays as it was.
 """
 
 import math
@@ -71,7 +71,7 @@ class Link:
     adds_one: bool = False
 
     def factors(self, by_row: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the names of modules, the kinds of their factors, and the factors."""
+        """Yield name, kind and factors of each module, from the factors of the producer's rows."""
         yield self.producer, _ROWS_PLUS_ONE if self.adds_one else _ROWS, by_row
         for reader in self.readers:
             yield reader, _COLUMNS, by_row[list(self.rows)]
@@ -92,12 +92,12 @@ class Balance:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Balance":
-        """Return the factors among some tensors, by the names of `InputStudy.conclusions`."""
+        """Read the factors from `InputStudy.conclusions`; tensors of other names are ignored."""
         pairs = [(name, x) for name, x in tensors.items() if name.startswith(_FACTOR)]
         return cls({name.removeprefix(_FACTOR): x for name, x in pairs})
 
     def apply(self, block: Block) -> None:
-        """Scale the weights of a block, which must be dense, in place."""
+        """Scale the weights and biases of a block, which must be dense, in place."""
         for name, module in named_modules(block.module):
             kinds = (_ROWS, _ROWS_PLUS_ONE, _COLUMNS)
             keys = {kind: f"{block.name}.{name}.{kind}" for kind in kinds}
@@ -226,11 +226,12 @@ def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Te
 def _by_row(
     link: Link, remainder: Tensor, layers: Sequence[Layer], factors: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the factor s of each row of a link's producer, (rows,), with a geometric mean of 1.
+    """Return the factor s of each row of a link's producer, (rows,), float32.
 
     s_j is proportional to d_j^(1/(p+2)) c_j^(−p/(2p+4)), where c_j is the energy of the weights
     that read row j. In grouped-query attention several columns read a row: their d and c are
-    summed.
+    summed. Factors have a geometric mean of 1, and are then clamped to 1/`_LARGEST` to `_LARGEST`;
+    rows whose d or c is 0 have the factor 1.
 
     Args:
         link: The producer, the layers that read it, and the row that each of their columns reads.
@@ -261,7 +262,7 @@ def _by_row(
 
 
 def _rounded_to(producer: nn.Module, factors: Tensor, adds_one: bool) -> Tensor:
-    """Return the factors by which a norm's weights differ once they are rounded to their dtype."""
+    """Return the factors that divide a norm's weights after rounding; those of a layer stay."""
     if layers_of("", producer):
         return factors  # the rounding of matrices is small beside that of their grid
     # The readers are multiplied by the factor that the rounded norm really has. So the rounding of
@@ -279,7 +280,7 @@ def _scale(module: nn.Module, factors: Mapping[str, Tensor]) -> None:
 
     Args:
         module: A linear layer or a norm.
-        factors: The factors by kind, as in `Balance`; none change nothing.
+        factors: The factors by kind, as in `Balance`; an empty mapping changes nothing.
     """
     if not factors:
         return
@@ -362,7 +363,9 @@ class Probe:
     def holds(self, links: Sequence[Link]) -> bool:
         """Return whether the largest and least factors leave the output as it is, to the bit.
 
-        Both are powers of two, and so large that values which the model clips would change.
+        Both are powers of two, so that nothing is rounded, and far from 1, so that the output would
+        change if the model clips values between producer and readers. Modules that are shared, or
+        not in the block, give False.
         """
         factors: dict[str, dict[str, Tensor]] = {}
         for link in links:
@@ -405,7 +408,7 @@ class Probe:
     def _changed(
         self, producer: str, rows: int, kind: str, inputs: Mapping[str, Tensor]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the `inputs` that scaled rows of a producer change, with the changed ones."""
+        """Return the `inputs` that scaled rows of a producer change, each with the changed one."""
         scaled = self._inputs_with(producer, {kind: self._powers(rows)})
         return {
             name: (x, scaled[name])
@@ -430,8 +433,8 @@ class Probe:
     def _rows_of(self, producer: str, reader: str) -> tuple[int, ...] | None:
         """Return the producer's row that each column of the reader reads.
 
-        In run b, the rows whose number has the bit b are halved. `None` if a column of the input is
-        neither halved nor unchanged in all tokens, or always zero.
+        In run b, the rows whose number has the bit b are halved. The result is `None` if a column
+        of the input is neither halved nor unchanged in all tokens, or always zero.
         """
         x = self._first.inputs[reader].flatten(0, -2).nan_to_num()
         largest = x.abs().max(0).values

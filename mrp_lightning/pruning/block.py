@@ -49,8 +49,10 @@ class WalkedBlock:
         report_progress: Called with the present task, in words.
         layers: The layers to prune.
         tuned: Other layers of the block, which only tuning changes.
-        dense: The dense model's hidden states; `None` if neither target nor tuning needs them.
-        on_result: Called with the result of each layer, as soon as its weight is written.
+        dense: The dense model's hidden states; `None` if neither target nor tuning needs them, and
+            outside of the blocks.
+        on_result: Called with the result of each layer, as soon as its weight is written or it is
+            left dense.
     """
 
     job: Job
@@ -79,7 +81,7 @@ class WalkedBlock:
         return self.dense if self.job.settings.target_weight else None
 
     def published(self, results: Iterable[LayerResult]) -> list[LayerResult]:
-        """Log results of pruned layers, hand them to `on_result`, and return them, block named."""
+        """Set the block in results of pruned layers, log them, and pass them to `on_result`."""
         named = [replace(x, row=replace(x.row, block=self.name)) for x in results]
         for result in named:
             row = result.row
@@ -88,7 +90,7 @@ class WalkedBlock:
         return named
 
     def left_dense(self, layers: Iterable[Layer], reason: str) -> list[LayerResult]:
-        """Return the results of layers that stay dense, and hand them to `on_result`, too."""
+        """Return the results of layers that stay dense, after passing them to `on_result`."""
         rows = [LayerReport.left_dense(x.name, x.weight.shape, reason, self.name) for x in layers]
         results = list(map(LayerResult, rows))
         for result in results:
@@ -104,7 +106,8 @@ class WalkedBlock:
     def stages(self) -> list[list[Layer]]:
         """Return the layers in the groups that are pruned one after another, in the order of calls.
 
-        There is one group unless the settings ask for `true_sequential`.
+        There is one group, or none without layers, unless the settings ask for `true_sequential`:
+        then one batch is run, and all processes must call this.
         """
         layers = self.layers
         if not layers or not self.job.settings.true_sequential:
@@ -138,6 +141,8 @@ class WalkedBlock:
     def calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
         """Accumulate the Hessians of layers in one pass over the batches of all processes.
 
+        A second pass follows if layers share an input in some batches only. All processes must
+        call this.
         `pooled` are experts whose inputs count only in the Hessian of all experts.
         """
         name = self.name or "model"
@@ -176,8 +181,8 @@ class WalkedBlock:
 def calibrated_inputs(block: WalkedBlock) -> Iterator[tuple[list[Layer], Calibrated | str]]:
     """Calibrate a block, all in one pass or stage by stage, and yield the inputs of its layers.
 
-    The caller prunes the layers of an input before it takes the next: only one Hessian is held that
-    is handed over, and a later stage sees the outputs of the pruned layers before it.
+    The caller prunes the layers of an input before it takes the next, so that one yielded Hessian
+    at a time is in memory, and a later stage sees the outputs of the pruned layers before it.
 
     Yields:
         Layers that share an input, and its statistics, or the reason why they stay dense.
@@ -241,6 +246,9 @@ class LayerSolver(Remover):
             block: The block.
             narrowed: The results of layers of the block that have lost columns already. They are
                 only quantised.
+
+        Returns:
+            The results of all layers; those in `narrowed` are left out if they wait for the tuning.
         """
         earlier = {result.name: result for result in narrowed}
         results: list[LayerResult] = []

@@ -22,10 +22,10 @@ from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.targets.layers import Layer
 
-_TIMED_STEPS = 3
+_TIMED_STEPS = 3  # steps after which the time of the whole tuning is estimated
 _SIZE = 0.1
-"""The size of a weight for which a learning rate is made: a relative change of scales is a tenth of
-a change of weights."""
+"""The size of weights for which the learning rate is made: a step that would change a weight by d
+changes a scale by d / `_SIZE`, relative to the scale."""
 
 
 class _Windows(NamedTuple):
@@ -121,8 +121,8 @@ class BlockTuner:
             progress: Called with the present task, in words.
 
         Returns:
-            The row with the errors, which are `None` if there is nothing to tune, and the
-            parameters on their grid of the layers whose scales changed.
+            The row with the errors, which are `None` if there is nothing to tune, and the new grid
+            parameters of the layers in `known`; empty if the untuned block is best.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
@@ -231,11 +231,12 @@ class BlockTuner:
         return error / energy if energy else 0.0, energy / windows
 
     def _errors(self, k: int, part: _Windows) -> tuple[Tensor, Tensor]:
-        """Return ‖y − y_d‖² and ‖y_d‖² over the tokens of some windows.
+        """Return the sums of ‖y − y_d‖² and ‖y_d‖² over the tokens of `part`.
 
-        Of weights on a grid both are divided by ‖y_d‖² of each token: the first token of a window
-        may be 10⁴ times as large as others (in SmolLM2 it is 98% of all energy), and the few
-        digits that a grid can gain would be those of this token, at the cost of all others.
+        y are the outputs of block k, and y_d its outputs in the dense stream. With a grid, both
+        terms of a token are divided by its ‖y_d‖², so that all tokens weigh the same: the first
+        token of a window may be 10⁴ times as large as the others (in SmolLM2 it has 98% of all
+        energy), and would alone decide the scales.
         """
         outputs, target = self._outputs(k, part.batch), self.dense.outputs[part.batch]
         assert target is not None
@@ -289,13 +290,13 @@ class _Tuned(ABC):
     """The weights of some layers while a block is tuned, as functions of `masters`.
 
     Args:
-        layers: The layers, which are pruned.
+        layers: The layers to tune.
 
     Attributes:
         parameters: The parameters of the layers.
-        masters: What the optimizer changes, in float32 (or float64).
+        masters: The tensors that the optimizer changes, in float32 (or float64).
         grid: The parameters on their grid of the layers' best weights, by the names of layers;
-            empty for free weights, and for grids whose values give them back.
+            empty before `keep`, for free weights, and for grids whose values give them back.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -321,7 +322,7 @@ class _Tuned(ABC):
         """Add gradients of the parameters to the gradients of their masters."""
 
     def write(self) -> None:
-        """Write what the masters stand for into the parameters, and reset the gradients."""
+        """Compute the parameters from the masters, in place, and reset the gradients."""
         with torch.no_grad():
             self._write()
             for gradient in self.gradients:
@@ -329,7 +330,7 @@ class _Tuned(ABC):
 
     @abstractmethod
     def _write(self) -> None:
-        """Write what the masters stand for into the parameters."""
+        """Compute the parameters from the masters, in place."""
 
     def keep(self) -> None:
         """Record the present parameters as the best."""
@@ -441,7 +442,7 @@ class _Scales(_Tuned):
 
 @contextmanager
 def _only_these_train(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Require gradients of some parameters, and of no others of the model."""
+    """Enable gradients, of some parameters and no others of the model, in this context."""
     required = {name: p.requires_grad for name, p in model.named_parameters()}
     try:
         model.requires_grad_(False)

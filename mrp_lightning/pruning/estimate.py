@@ -108,7 +108,8 @@ def estimate(
 def products_per_second(device: torch.device, size: int | None = None) -> float:
     """Measure the speed of float32 matrix products in multiply-adds a second; takes about 0.1 s.
 
-    On a GPU the product is large, 0.8 GB, since a product of 1024² would measure the launch.
+    Factors are (size, size), by default 1024² and on a GPU 8192², 0.8 GB with the product, since
+    there a product of 1024² would measure the launch.
     """
     if size is None:
         size = 8192 if device.type == "cuda" else 1024
@@ -127,5 +128,5 @@ def _columns(layer: Layer) -> int:
 
 
 def _input(layer: Layer) -> tuple[str, int]:
-    """Return a key of the layer's input: layers of one parent and width share it (q, k and v)."""
+    """Return a key of a layer's input, its parent and width: q, k, v share it, and o if as wide."""
     return layer.name.rpartition(".")[0], _columns(layer)

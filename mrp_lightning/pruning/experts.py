@@ -47,10 +47,12 @@ class ExpertRemover(Remover):
     def prune(self, block: WalkedBlock) -> list[LayerResult]:
         """Remove experts of the block: SM measures sets, wanda and magnitude rank the experts.
 
-        wanda ranks experts by Σ ‖w_e O_e‖² over the tokens, magnitude by their weights.
+        wanda ranks experts by Σ ‖w_e O_e‖² over the stored tokens, magnitude by ‖W‖² of all of
+        their weights.
 
         Raises:
-            TargetError: Experts are zero already, or tokens are not routed one by one.
+            TargetError: Experts are zero already, they do not get all tokens in one call,
+                tokens are not routed one by one, or all are padding.
         """
         if not block.layers:
             return []
@@ -129,7 +131,7 @@ class _Tokens:
         routing: The block's router and experts.
 
     Attributes:
-        count: The number of stored tokens of all processes.
+        count: The number of stored tokens of all processes, 0 before `read`.
     """
 
     def __init__(self, block: WalkedBlock, routing: Routing) -> None:
@@ -196,7 +198,7 @@ class _Tokens:
         sums = [of(batch) for batch in self._batches]
         # The mean is of all processes' tokens: all of them must choose the same experts.
         own_sums = [sum(column) for column in zip(*sums, strict=True)] if sums else None
-        # A process without tokens does not know how many numbers there are: the others tell.
+        # A process without tokens lacks the number of means, and takes it from the others.
         lengths = processes.all(None if own_sums is None else len(own_sums))
         length = next(length for length in lengths if length is not None)
         gathered = processes.numbers(*(own_sums or [0.0] * length))
@@ -238,8 +240,9 @@ class _Tokens:
             None if shift is None else torch.bmm(outputs, shift[:, :, None])[:, :, 0],
             0.0 if shift is None else float(shift.square().sum(dtype=torch.float64)),
         )
-        # The losses of sets route the stored tokens alone. A router with a capacity, or one that
-        # compares tokens, gives other weights then, and the losses would be wrong unnoticed.
+        # The loss of a set of experts is computed by routing the stored tokens only. A router with
+        # a capacity, or one that compares tokens, then gives other weights, and the loss would be
+        # silently wrong.
         again = self._routing.weights(stored.inputs, torch.tensor([], dtype=torch.long))
         if not float((again - stored.weights).norm()) <= _TOLERANCE * float(stored.weights.norm()):
             raise TargetError(

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Progress:
     """The state of a pruning."""
 
-    block: int  # the number of the present block, from 1
-    blocks: int  # the total number of blocks
+    block: int  # the number of the present step (a block, the layers outside, the head), from 1
+    blocks: int  # the total number of steps
     task: str  # the present work, in words
 
 
@@ -41,7 +41,7 @@ class Usage:
         seconds: The wall-clock time, with that of the earlier runs that this one resumed.
         cpu_seconds: The CPU time of all threads, likewise; `None` before the end.
         peak_rss: The most memory of this machine, in bytes, that the process held; `None` where
-            that is not known.
+            that is not known: on Windows, and if the process had held as much before.
     """
 
     seconds: float = 0.0
@@ -59,7 +59,8 @@ class Listener:
         walk: The name of the walk; `None` before it is chosen.
         usage: The time and the memory of the pruning, once it has ended, also by an error.
         resumed_blocks: The number of blocks that were restored from the journal.
-        num_layers: The number of layers that are finished, pruned or left dense.
+        num_layers: The number of the layers to prune that are finished, pruned or left dense;
+            layers that the plan leaves dense do not count.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,8 @@ class Listener:
         self.usage = Usage()
         self.resumed_blocks = self.num_layers = 0
         self._finished: list[BlockResult] = []
-        # Those of the present block, by name: a layer is replaced when it is put on a grid.
+        # The results of the present block's layers, by name: a layer that is put on a grid later
+        # replaces its first result.
         self._present: dict[str, LayerResult] = {}
 
     @property
@@ -95,7 +97,7 @@ class Listener:
         self.walk = self.walk or walk
 
     def layer(self, result: LayerResult) -> None:
-        """Receive the result of a layer, as soon as its weight is written."""
+        """Receive the result of a layer, as soon as its weight is written or it is left dense."""
         # A layer is reported again when it is put on a grid, and counts once.
         self.num_layers += result.name not in self._present
         self._present[result.name] = result
@@ -114,7 +116,7 @@ class Listener:
         self._finished.append(result)
 
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
-        """Receive the rows of a block whose outputs are computed, too.
+        """Receive the rows of a block's pruned layers, once the block's outputs are computed.
 
         Blocks are numbered from 0; the layers outside of the blocks follow as one more block, and
         the head, if it is quantised, as the last.
@@ -140,8 +142,8 @@ class Job:
         streamed: The blocks that stay in files until they run, `None` for a model in memory.
         processes: The processes that prune the model together. Each has its own batches, and all
             end with the same weights.
-        journal: The journal, which records finished blocks and restores them bit by bit; `None` for
-            none.
+        journal: The journal, which records finished blocks and restores them bit for bit; `None`
+            for none.
         listener: Receives the results and the progress.
     """
 
@@ -163,7 +165,7 @@ class Job:
         return self.plan.structure if isinstance(self.plan, NarrowingPlan) else None
 
     def tuned_with(self, block: str) -> Sequence[Layer]:
-        """Return the layers of a block that only tuning changes."""
+        """Return the layers of a block that only tuning changes: none if no units are removed."""
         if not isinstance(self.plan, NarrowingPlan) or not self.settings.tuning:
             return ()
         return self.plan.others.get(block, ())

@@ -33,7 +33,7 @@ class Aim:
 
     target_weight: float  # α, above 0 and at most 1
     shift: Tensor | None = None  # of `InputShift`; None if the layer approximates its own outputs
-    own: str | None = None  # the reason for that, for the report
+    own: str | None = None  # why it approximates its own outputs, for the report
 
     def target(self, weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Tensor | None:
         """Return the target weight (rows, columns), `None` for the layer's own."""
@@ -47,8 +47,8 @@ class Calibrated:
     """The calibration statistics of an input that some layers share."""
 
     inputs: InputHessian
-    tokens: int  # number of tokens in the Hessian
-    shared: float | None = None  # for an expert: the weight of all experts' Hessian in it
+    tokens: int  # number of tokens that the layers saw; for an expert its own
+    shared: float | None = None  # for an expert: the weight, 0 to 1, of all experts' Hessian in it
     aim: Aim | None = None  # None without `target: dense`
 
 
@@ -62,10 +62,11 @@ def prune_layers(
     """Prune layers that share an input in place.
 
     Each weight is written in one copy at the end. All processes, which share the rows, must call
-    this. `progress` is called with a layer and the progress of its long solution, in words.
+    this. `recipes` has one recipe for each layer, all with the same grid. `progress` is called with
+    a layer and the progress of its long solution, in words. The results are in the order of layers.
 
     Raises:
-        HessianError: The Hessian is unusable.
+        HessianError: The Hessian is unusable, or a new weight exceeds the range of its dtype.
     """
     inputs, aim = calibrated.inputs, calibrated.aim
     weights = [layer.weight.contiguous() for layer in layers]  # a Conv1D's view is strided
@@ -131,7 +132,7 @@ def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None)
 
 
 def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return a weight's share of the seconds of several, and their peak of memory."""
+    """Return the measures `used` of several weights, with the seconds of one of them alone."""
     # Weights that are solved together have no times of their own. The cost for one input is about
     # proportional to rows, and so to weights.
     part = weight.numel() / max(1, sum(each.numel() for each in weights))
@@ -149,7 +150,8 @@ def put_layers_on_grid(
     """Quantise pruned and tuned layers that share an input, in place.
 
     `inputs` is the Hessian with which the layers were pruned, and `pruned` are their results then.
-    Returns the results with the loss of quantisation added, and the layers' parameters.
+    Returns the results with the loss of quantisation added, and the layers' parameters. All
+    processes must call this.
     """
     assert recipe.grid is not None
     weights = [layer.weight.contiguous() for layer in layers]
@@ -222,7 +224,10 @@ def _fraction(selected: Tensor) -> float:
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Measure the seconds, and the peak of GPU memory, of the block of code."""
+    """Yield a dict that gets `seconds` and, on a GPU, `peak_memory` (bytes) of the context.
+
+    Both are set when the context ends without an error. The GPU's peak is reset at its start.
+    """
     used: dict[str, Any] = {}
     cuda = device.type == "cuda"
     if cuda:

@@ -54,18 +54,22 @@ def prune_model(job: Job) -> list[BlockResult]:
     """Prune the layers of a model in place, one block after another.
 
     Each layer is written in one copy, then its result goes to the listener of the job: after an
-    exception the listener has the results of the pruned layers, and all others are unchanged.
+    exception the listener has the results of the pruned layers, and all others are unchanged,
+    except in the block in progress, where `balance` and `tuning` may have changed them.
 
     Returns:
         The results in the order in which they were made, without weights, which the model holds.
         The first is that of the layers that the plan leaves dense.
 
     Raises:
-        TargetError: The blocks are not called in one order, no layer could be pruned, or
-            `allocation` or `tuning` lack the blocks that they need.
-        HessianError: A layer's inputs give no usable Hessian.
+        TargetError: The blocks are not called in one order, no layer could be pruned, weights of a
+            streamed block are not finite, or the model does not support `target`, `allocation`,
+            `balance`, `tuning` or `structure`.
+        HessianError: A layer's inputs give no usable Hessian, or its solution exceeds its dtype.
+        DataError: `tuning` has fewer than two calibration windows.
         OutOfMemoryError: There is not enough memory.
         SaveError: The journal cannot be written.
+        JournalError: The journal has layers that the plan lacks.
     """
     offloads, padding = job.settings.offload, Padding(job.model)
     # Streamed blocks come from their files when they run, so there is nothing to move.
@@ -167,7 +171,7 @@ class _Steps:
         # Checked before the survey, which takes long.
         self.dense = self._dense_stream(walk)
         self.tuner = self._tuner(walk, self.dense)
-        # On a twin, which it moves to the end: the walk of the pruning stays at the first block.
+        # The survey moves a twin to the end: the walk of the pruning stays at the first block.
         self.survey = survey(job, walk.twin(), self.padding, self.pinned)
         self.trial = None if job.structure is None else BlockTrial(job.structure)
         self.remover = _remover(job.structure, job.settings.recipe, self.survey.sparsities)
@@ -187,8 +191,8 @@ class _Steps:
         block = self._block(
             k, self.walk, k, job.plan.layers[name], job.tuned_with(name), self.dense
         )
-        # 1. The norms are balanced first: the dense weights that are remembered belong to them as
-        #    they are from now on.
+        # 1. The block is balanced first: the dense weights that are remembered have to fit the
+        #    norms as these are from now on.
         self.survey.balance.apply(self.walk.blocks[k])
         block.remember(block.tuned)
         # 2. The weights change: as the journal has them, or by pruning.
@@ -214,7 +218,7 @@ class _Steps:
         return result
 
     def prune_outside(self) -> BlockResult:
-        """Prune the layers outside of the blocks, in one pass over the whole model."""
+        """Prune the layers outside of the blocks, calibrated by forwards of the whole model."""
         solver, step = LayerSolver(self.job.settings.recipe), len(self.job.plan.blocks)
         return self._prune(step, self._whole_model(), self.job.plan.outside, solver)
 
@@ -231,7 +235,7 @@ class _Steps:
         return self._prune(job.steps - 1, to_head, [head], solver)
 
     def _prune(self, step: int, walk: Walk, layers: list[Layer], solver: Remover) -> BlockResult:
-        """Restore layers outside of the blocks from the journal, or prune and store them."""
+        """Restore layers outside, or the head, from the journal, or prune and store them."""
         block = self._block(step, walk, 0, layers)
         restored = self._restored(step, block)
         result = restored or self._kept(
@@ -318,7 +322,7 @@ class _Steps:
         return tuner
 
     def _check(self, block: WalkedBlock) -> None:
-        """Raise, before a block is changed, if its weights or its units cannot be pruned."""
+        """Raise a `TargetError`, before a block is pruned, if its weights or units cannot be."""
         job, in_walk = self.job, block.walk.blocks[block.k]
         if job.streamed is not None:  # the plan could not check weights that were in files
             refuse_not_finite(block.layers, block.module.named_parameters(prefix=in_walk.name))
@@ -326,7 +330,7 @@ class _Steps:
             self.trial.check(in_walk, partial(_hidden, block.walk, block.k))
 
     def _require_all(self, block: WalkedBlock, results: Sequence[LayerResult]) -> None:
-        """Raise if units of a block could not be removed: it would be wider than the others."""
+        """Raise a `TargetError` if a block lost no units, and so is wider than the others."""
         structure, names = self.job.structure, {layer.name for layer in block.layers}
         dense = [x.row for x in results if x.name in names and not x.is_pruned]
         if structure is not None and dense:

@@ -42,8 +42,7 @@ class Settings(PruningArguments):
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
-        MethodError: There is no such method, or it has no compensation although `target` is
-            "dense".
+        MethodError: There is no such method, or not for this pattern, `structure` or `target`.
         OptionError: Another argument is out of range, or contradicts the others; or `targets` is
             empty.
     """
@@ -107,7 +106,7 @@ class Settings(PruningArguments):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
-        """Return the settings of a `config`."""
+        """Return the settings whose `config` method returned this mapping."""
         # The inverse of `config`, in which no tuning is `None`.
         tuning = config.get("tuning")
         return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})

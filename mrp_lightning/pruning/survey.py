@@ -1,4 +1,4 @@
-"""Survey the dense model once, before anything is pruned, for what runs decide by all of it."""
+"""Survey the dense model once, before pruning, for decisions that depend on all of its blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +55,7 @@ def survey(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Survey:
         TargetError: The model returns nothing that `allocation` can compare, or has nothing that
             `balance` can scale.
         HessianError: The inputs of a layer are not finite.
+        SaveError: The survey cannot be written to the journal.
     """
     studies: list[Study] = []
 
@@ -78,12 +79,12 @@ def survey(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Survey:
 def _walk_through(
     job: Job, walk: Walk, padding: Padding, pinned: Pinned, studies: Sequence[Study]
 ) -> None:
-    """Let studies visit all blocks up to the last one that has layers to prune."""
+    """Advance the walk, and let studies visit each block that has layers to prune."""
     # A dense model has no other target than its own outputs, and needs no stages.
     settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
     layers = job.plan.layers
-    # Blocks after it have nothing to decide. A study that needs the model's output runs them
-    # itself, from the present block on.
+    # For blocks after the last one with layers, nothing is to decide. A study that needs the
+    # model's output runs them itself, from the present block on.
     last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
     progress = partial(job.progress, 0)
     for k, block in enumerate(walk.blocks[: last + 1]):

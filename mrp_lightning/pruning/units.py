@@ -150,7 +150,7 @@ class UnitRemover(Remover):
         calibrated: Calibrated,
         used: Mapping[str, Any],
     ) -> LayerReport:
-        """Return the row of one of the stacked layers, whose loss is that of its own rows."""
+        """Return the report's row of one stacked layer, with the loss of this layer's own rows."""
         # The loss of the stack is of all its rows; ½·tr(ΔHΔᵀ) of the rows of one layer is its part.
         # In float32, since Δ is small against both weights, and bfloat16 has 8 bits.
         wide = torch.promote_types(dense.dtype, torch.float32)

@@ -44,7 +44,7 @@ def method_parts(name: str) -> tuple[str, str]:
 class LayerSettings:
     """The arguments of pruning one layer, as a user gives them.
 
-    `prune_weight` takes them as keywords, and the `Settings` of a model are these and more.
+    `prune_weight` takes all but `head_grid` as keywords, and the `Settings` of a model extend them.
     """
 
     method: str

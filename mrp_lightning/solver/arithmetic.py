@@ -70,7 +70,7 @@ _FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 @cache
 def warn_of_slow_float64(device: torch.device) -> None:
-    """Warn once before work in float64 on a GPU with few units for it: 64 times the time."""
+    """Warn, once for each GPU with few float64 units, of work in float64, up to 64 times slower."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) in _FAST_FLOAT64:
         return
     warnings.warn(

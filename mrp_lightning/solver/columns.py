@@ -90,7 +90,7 @@ class ColumnSet:
     Args:
         inverse: A, (columns, columns).
         covariance: C, (columns, columns).
-        removed: bool (groups,), True = removed. It is kept up to date.
+        removed: bool (groups,), True = removed. `swap` updates this tensor in place.
         width: Columns of a group.
 
     Attributes:
@@ -134,7 +134,8 @@ class ColumnSet:
     def gap(self, weight: Tensor, solution: Tensor, matrix: Tensor) -> float:
         """Return the distance of a solution's loss from the optimal loss, relative to the latter.
 
-        It is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the damped H.
+        The distance is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the
+        damped H. If the optimal loss is zero, the result is zero.
         """
         k = self._columns[1]
         residual = (weight - solution) @ matrix[:, k]
@@ -142,7 +143,7 @@ class ColumnSet:
         return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
 
     def swap(self) -> int:
-        """Exchange the best pair of groups while that lowers the loss; return how many times."""
+        """Exchange the best pair of groups while that lowers the loss; return the swaps' number."""
         done = 0
         # 1. The best of all pairs is taken, not the first that helps: one exchange costs two sweeps
         #    of the stored matrices, as much as looking at all pairs.
@@ -256,14 +257,14 @@ _LEAST_MEASURED_GAIN = 1e-6
 def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
     """Choose units to remove by measured losses, greedily, then by exchanges.
 
-    First, units are removed one after another, each with the lowest loss, which measures
+    First, units are removed one after another, each with the lowest loss, which measures at most
     units·count sets. Then the pair of a removed and a kept unit whose exchange lowers the loss most
     is exchanged, until no exchange lowers it; each round measures count·(units − count) sets.
 
     Args:
         measure: Returns the losses of sets of units; the units of a set are sorted.
         units: Number of units.
-        count: Number of units to remove.
+        count: Number of units to remove, from 1 to all but one.
 
     Returns:
         The sorted removed units, their loss, and the number of exchanges.
@@ -302,16 +303,17 @@ METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ColumnSolution(Quality):
-    """A weight without some of its columns, and its `Quality`.
+    """A weight matrix from which whole columns are removed, and its `Quality`.
 
-    Unlike a `Solution`, it marks groups of columns that are removed in all rows, and knows the
-    optimal loss for them, since its solver is direct.
+    Unlike a `Solution`, it marks groups of columns that are removed in all rows, and holds the
+    optimal loss for these groups, since its solver is direct.
 
     Attributes:
         weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
             +0.0.
         removed: bool (groups,), True = removed, for each group of columns.
-        greedy_loss: The damped loss of the optimum before the swaps; `None` for other methods.
+        greedy_loss: The damped loss of the optimum before the swaps; `None` for methods other than
+            SM.
         optimal_loss: The damped loss of the optimum for `removed`, to which `gap` is the distance;
             `None` for methods without compensation.
     """
@@ -364,7 +366,7 @@ def prune_columns(
     Raises:
         MethodError: The method removes no columns.
         OptionError: `count`, `group` or `damping` is out of range.
-        HessianError: H is unusable.
+        HessianError: H is unusable, or has another number of columns.
         TargetError: The weight is not a finite floating-point matrix.
     """
     check_column_method(method)
@@ -445,7 +447,7 @@ class ColumnChoice:
     Attributes:
         removed: bool (groups,), True = removed.
         damped: The damped Hessian, float64; `None` if the method does not compensate.
-        column_set: The set with the matrices that its compensation needs; likewise.
+        column_set: The set with the matrices that its compensation needs; `None` likewise.
         swaps: The number of exchanges that led to the set.
         greedy_loss: The damped loss before the exchanges; `None` for a ranked set.
     """
@@ -500,7 +502,8 @@ def compensate_columns(
     """Return the optimal weight without the chosen columns, float64, and its certified gap.
 
     Args:
-        choice: The columns. If its method does not compensate, they are set to zero.
+        choice: The columns. If its method does not compensate, they are set to zero, and the gap is
+            `None`.
         weight: The weight whose outputs are approximated, (rows, columns), float64.
         inputs: The Hessian.
         group: Columns of a group.

@@ -301,9 +301,9 @@ def _approach(
     Returns the number of iterations. As each block's solution is only a start for the next one,
     1. the energies of the preconditioned gradient stop the iteration, without a certificate;
     2. products are rounded to bfloat16 on devices with units for it;
-    3. the gradient is the sum of their steps, and these are at most two, unless it is `thorough`:
-       then it is renewed as (w − x)G, which costs as much as two rounded products on a CPU, and
-       twelve on a GPU;
+    3. with rounded products, an approach that is not `thorough` takes at most two steps, and its
+       gradient is the sum of these; a thorough one renews the gradient as (w − x)G, which costs as
+       much as two rounded products on a CPU, and twelve on a GPU;
     4. rounded steps may lead away from the optimum if the matrix is ill-conditioned: if the loss is
        no lower, it starts again in full.
     """
@@ -358,7 +358,8 @@ def _solve(
     """Bring x to the optimum in place; return the iterations and the certified relative gap.
 
     The gap is that of x rounded to `dtype`, over the rows of all processes. The iterations are
-    `earlier` ones and those of the chunk of rows that took the most, in any process.
+    `earlier` ones and those of the chunk of rows that took the most, in any process. A gap above
+    `tolerance` gives a `NumericalWarning`, one that is NaN or Inf a `HessianError`.
     """
     damped, label = problem.damped, problem.inputs.label
 

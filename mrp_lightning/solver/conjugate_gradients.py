@@ -92,7 +92,7 @@ class LowRankModel:
 
     @staticmethod
     def of(matrix: Tensor, rank: int, passes: int = 4) -> "LowRankModel":
-        """Fit the model to H (columns, columns) by subspace iteration: `passes` products with H.
+        """Fit the model to H (columns, columns) by subspace iteration, with `passes` + 1 products.
 
         H is scaled to a unit diagonal first, so that channels of large inputs do not use up the
         rank.
@@ -180,7 +180,7 @@ class ConjugateGradients:
         self._previous: Tensor | None = None
 
     def restart(self) -> None:
-        """Forget the directions so far, after the caller has recomputed the gradient."""
+        """Discard the directions so far, after the caller has recomputed the gradient."""
         self._direction.zero_()
         self._previous = None
 

@@ -29,7 +29,7 @@ _PANEL = 512
 class TokenSum:
     """A float32 sum (columns, columns) over the tokens of a layer's inputs.
 
-    The sum is on the device of the first batch.
+    The sum is on the device of the first batch, on which all further batches must be.
     """
 
     def __init__(self, columns: int, name: str | None) -> None:
@@ -54,7 +54,7 @@ class HessianAccumulator(TokenSum):
     """Sum up H = 2·XᵀX / tokens over batches of a layer's inputs.
 
     H is the Hessian of the mean over tokens of ‖(w + δ)x − wx‖² with respect to a row of δ. It
-    lives in float32 on the device of the first batch.
+    is float32, on the device of the first batch, on which all further batches must be.
 
     Args:
         columns: Number of input features of the layer.
@@ -83,8 +83,9 @@ class HessianAccumulator(TokenSum):
                 token.
 
         Raises:
-            HessianError: The shape or dtype is wrong, there are no values, or some are NaN, Inf or
-                so large that their squares overflow float32. The accumulator is unchanged then.
+            HessianError: The shape or dtype is wrong, the tensor is on the meta device, or values
+                are NaN, Inf or so large that their squares overflow float32. The accumulator is
+                unchanged then.
         """
         if x.ndim == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise HessianError(
@@ -190,19 +191,22 @@ class _NotPositiveDefiniteError(HessianError):
 class DampedHessian:
     """H + λI, positive definite, with the triangular factor of its inverse.
 
-    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is neither copied
-    nor changed. The sum is factorised at once; all else is computed when it is first needed.
-    Dead inputs, whose diagonal is zero, are decoupled from all others, so their weights never move.
+    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is not changed,
+    and must not be: `matrix_in` reads it again. The sum is factorised at once; all else is computed
+    when it is first needed. Dead inputs, whose diagonal is zero, are decoupled from all others, so
+    their weights never move. Below, H and H⁻¹ with an index are those of the sum.
 
     Attributes:
+        damping_used: λ.
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
         inflation: The factor H_jj [H⁻¹]_jj by which each column inflates rounding errors,
             (columns,), at least 1. It is 1 / (1 − R²_j), R²_j being the share of input j that the
             others explain. It does not change with the scale of inputs, unlike the condition
             number, which one large channel makes huge and harmless.
         float32_suffices: Whether iterations in float32 can be trusted to the last digits.
-        delicate: The few columns whose products bfloat16 spoils most, (n,): a token with massive
-            activations makes them nearly multiples of one another.
+        delicate: The indices of the few columns whose products bfloat16 spoils most, (n,) in
+            ascending order, n ≤ columns / 64: a token with massive activations makes these columns
+            nearly multiples of one another.
         bfloat16_helps: Whether iterations with products rounded to bfloat16 in all other columns
             still converge towards the solution, and columns are so many that products dominate the
             time.
@@ -254,7 +258,7 @@ class DampedHessian:
 
     @cached_property
     def low_rank_model(self) -> LowRankModel:
-        """The leading directions of H + λI, of rank √columns, for preconditioning."""
+        """The leading directions of H + λI, of rank ⌈√columns⌉, for preconditioning."""
         model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
         # By rounding, the leading directions have components at dead inputs, which must not move.
         model.factor[self._dead] = 0
@@ -265,7 +269,8 @@ class DampedHessian:
         """The same matrix in float64, for refinement and for float64 weights."""
         if self.dtype == torch.float64:
             return self
-        # The float32 matrices have served, as a rule: together they are as large as one in float64.
+        # The float32 matrices are rarely needed again (and then computed anew): together they are
+        # as large as one in float64.
         for name in ("matrix", "inverse"):
             self.__dict__.pop(name, None)
         return_freed_memory()
@@ -274,14 +279,14 @@ class DampedHessian:
         )
 
     def inverse_blocks(self, width: int) -> Tensor:
-        """Return the diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
+        """Return the diagonal blocks of (H + λI)⁻¹: (⌊columns / width⌋, width, width)."""
         # [H⁻¹]_BB = (U_:B)ᵀU_:B needs the columns B of U and not the whole inverse.
         columns = self.columns // width * width
         panels = self.factor[:, :columns].unflatten(1, (-1, width)).transpose(0, 1)
         return panels.mT @ panels
 
     def trailing_inverse_blocks(self, width: int) -> Tensor:
-        """Return leading blocks of inverses of trailing parts: (columns / width, width, width).
+        """Return leading blocks of inverses of trailing parts: (⌊columns / width⌋, width, width).
 
         Block g is the leading block of ((H + λI)[j:, j:])⁻¹ with j = g·width: the inverse when all
         columns before j are frozen, as they are in a column sweep.
@@ -342,7 +347,7 @@ class InputHessian:
 
     Make it once for each *input*: layers that read the same activations (q, k and v; gate and up)
     share it. Methods that only need H itself, such as magnitude and Wanda, factorise nothing: for
-    them H may be singular. H is neither copied nor changed.
+    them H may be singular. H is kept as it is, without a copy, and is not changed.
 
     Raises:
         HessianError: H is not a square floating-point matrix, not symmetric, has NaN or Inf or a
@@ -379,13 +384,14 @@ class InputHessian:
         self._damped: dict[float, DampedHessian] = {}
 
     def damped(self, damping: float) -> DampedHessian:
-        """Return H + λI with λ = damping · mean(diag H), factorised when it is first asked for.
+        """Return H + λI with λ = damping · mean(diag H), factorised once for each `damping`.
 
         If the matrix is not positive definite to its own precision, damping rises tenfold from
-        max(damping, 1e-6) up to 10, with a `NumericalWarning` for each step.
+        max(damping, 1e-6), to at most 10, with a `NumericalWarning` for each step. The mean is over
+        the inputs that are not dead.
 
         Raises:
-            HessianError: H is indefinite past damping 10.
+            HessianError: The matrix is not positive definite with any of these dampings.
         """
         if damping not in self._damped:
             self._damped[damping] = self._factorised(damping)

@@ -154,7 +154,8 @@ class MaskedRows:
 
         The energies of the iteration decide when a certificate is worth its cost. They are no bound
         themselves, but proportional to one: about a third of it with the low-rank model. The
-        iteration ends early if the forecast exceeds `patience` steps. Returns their number.
+        iteration ends early if the forecast exceeds `patience` steps. Returns the number of
+        iterations.
         """
         times_matrix = full_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
@@ -178,7 +179,7 @@ class MaskedRows:
                 # The bound must fall to tolerance · loss, so the energy by the same factor from its
                 # present value; half of that leaves a margin.
                 target = energy * tolerance * self.loss / self.bound / 2
-                energies = descent.energies()  # of the exact gradient that `certify` has set
+                energies = descent.energies()  # of the exact gradient that `_renew` has set
             # The forecast is that of the mean rate over the last window.
             if descent.iterations % _WINDOW == 0:
                 if descent.iterations and _steps_to_come(mark, energy, target) > patience:

@@ -312,7 +312,7 @@ class _JointSearch:
         self.product = rounded_product if rounds else full_product
 
     def run(self, penalty: float) -> Tensor:
-        """Raise the penalty until the mask is at rest: bool (rows, columns), True = removed."""
+        """Raise the penalty until the mask is at rest, or for 300 steps: bool, True = removed."""
         budget = self.problem.total(float(self.pruned.sum()))
         times_inverse: Product | None = None
         for step in range(0, _MOST, _STEPS):

@@ -79,7 +79,7 @@ class Unstructured(_Grouped):
 
 @dataclass(frozen=True)
 class SemiStructured(_Grouped):
-    """N:M sparsity: `kept` of every `group` consecutive input columns stay, in each row."""
+    """N:M sparsity: `kept` of every `group` consecutive columns of a row stay, 1 ≤ kept < group."""
 
     kept: int
     group: int
@@ -127,7 +127,7 @@ class SemiStructured(_Grouped):
         return self.select(scores, 0)
 
     def holds(self, pruned: Tensor) -> bool:
-        """Return whether each group of bool `pruned` (rows, columns) has enough removed weights."""
+        """Return whether `pruned` is in whole groups, each with enough removed weights."""
         if not self.divides(pruned.shape[1]):
             return False
         groups = (pruned.shape[1] // self.group, self.group)

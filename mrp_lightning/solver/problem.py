@@ -17,9 +17,8 @@ from mrp_lightning.solver.patterns import Pattern, Unstructured
 class InputShift(TokenSum):
     """Accumulate 2·(X_d − X̂)ᵀX̂ / tokens for a layer's inputs X̂ and the dense model's X_d.
 
-        This shift is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens.
-        Accumulated
-    from differences, it is exactly zero if both inputs are equal.
+    This shift is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens.
+    Accumulated from differences, it is exactly zero if both inputs are equal.
     """
 
     def update(self, dense: Tensor, pruned: Tensor) -> None:
@@ -127,14 +126,15 @@ class Quality:
     Attributes:
         loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
             tokens of ‖δ x‖².
-        damping_used: λ, which is added to the diagonal of H. Methods without an inverse add
-            nothing; for these it is `damping` times the mean diagonal. `None` if there is no H.
+        damping_used: λ, which is added to the diagonal of H. Without a grid, methods without an
+            inverse add nothing; for these it is `damping` times the mean diagonal. `None` if there
+            is no H.
         damping_ratio: λ as a fraction of the mean diagonal of H: the given damping, or the value to
             which it had to be raised. `None` if there is no H.
         iterations: The number of conjugate gradient iterations; `None` for methods without.
         gap: The certified relative distance of the damped loss to the optimal one for the removed
-            weights, before a cast to a narrower dtype, and before `bits`; `None` for methods that
-            do not seek the optimum.
+            weights, before a cast to a narrower dtype, and before the weights are put on a grid
+            (`bits` or `grid`); `None` for methods that do not seek the optimum.
         dead_inputs: The number of columns whose input was always zero; `None` if there is no H.
         target_loss: `loss` with δ measured from the target weight; `None` if the target is the
             weight itself.
@@ -194,7 +194,13 @@ def _sum(values: Tensor) -> float:
 
 
 def check_weight(weight: Tensor, inputs: InputHessian) -> None:
-    """Raise unless the weight is a finite floating-point matrix with as many columns as inputs."""
+    """Check a weight against the Hessian of its inputs.
+
+    Raises:
+        TargetError: The weight is not a floating-point matrix, or holds NaN or Inf.
+        HessianError: The weight and the Hessian have different numbers of columns.
+        OptionError: They are on different devices.
+    """
     label = inputs.label
     if weight.ndim != 2 or not weight.is_floating_point():
         raise TargetError(

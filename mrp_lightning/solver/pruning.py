@@ -30,14 +30,14 @@ from mrp_lightning.solver.recipe import Method, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Solution(Quality):
-    """A weight without some of its weights, and its `Quality`.
+    """A weight matrix from which single weights are removed, and its `Quality`.
 
     Attributes:
         weight: The new weight, (rows, columns), in the dtype of the input; removed weights are
             +0.0.
         pruned: bool (rows, columns), True = removed.
-        grid_parameters: The scales, and minima if it has them, of the weight on its grid, on the
-            CPU; `None` without a grid.
+        grid_parameters: The scales of the weight on its grid, and the minima of a grid that has
+            them, float32 (rows, groups), on the CPU; `None` without a grid.
     """
 
     weight: Tensor
@@ -80,9 +80,9 @@ def prune_weight(
 
     The masks S and M assume that all other inputs can make up for a removed weight, even inputs
     whose own weights are removed. So they may remove all of several inputs that are nearly copies
-    of each other. If a mask with the compensation M loses more than the smallest weights of each
-    column block do without compensation, these are removed instead and compensated by M, provided
-    that this loses less, with a `NumericalWarning`.
+    of each other. If the mask S, M or J with the compensation M loses more than removing the
+    smallest weights of each column block does without compensation, these are removed instead and
+    compensated by M, provided that this loses less, with a `NumericalWarning`.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.
@@ -109,12 +109,13 @@ def prune_weight(
         The pruned weight and its measures. The inputs are not modified.
 
     Raises:
-        PatternError: The pattern is malformed or does not fit the columns or the block size.
+        PatternError: `sparsity` or `pattern` is missing or malformed, or does not fit the columns
+            or the block size; or the columns are no whole groups of `grid`.
         MethodError: There is no such method, or not for this pattern.
-        OptionError: Another argument is out of range.
+        OptionError: Another argument is out of range, or contradicts the others.
         HessianError: H is unusable, or gives a weight out of the range of its dtype.
-        TargetError: The weight is not a finite floating-point matrix, or a tensor holds no values
-            or is not dense.
+        TargetError: The weight is not a finite floating-point matrix, or a tensor is on the meta
+            device or not dense.
     """
     recipe = Recipe.of(
         method=method,
@@ -165,9 +166,9 @@ class _Solved:
 
     task: LayerTask
     problem: Problem  # its weight is the target
-    dense: Tensor
+    dense: Tensor  # the rows of this process of the layer's weight
     result: Compensated
-    target_loss: float
+    target_loss: float  # the loss of `result` relative to the problem's weight
     fallback_mask: str | None
     zeros_loss: float | None = None
     grid_parameters: GridParameters | None = None  # of the rows of this process
@@ -195,8 +196,9 @@ def prune_together(
 
     `prune_weight` documents the errors. The processes share the rows of each weight: all of them
     call this with the same weights and Hessian and with the targets of their own shares, and get
-    the same solutions. The recipes have the same grid, on which the rows of all weights are put at
-    once: its search is column by column, and a GPU takes as long for one row as for thousands.
+    the same solutions. The recipes have the same grid and damping. The rows of all weights are put
+    on the grid at once: its search is column by column, and a GPU takes as long for one row as for
+    thousands.
     """
     # All before the first solution: a misfit of the last weight must not cost the work on others.
     for task in tasks:
@@ -328,7 +330,8 @@ def _by_smallest(
     """Remove the smallest weights instead, if that loses less than the method's `loss`.
 
     This costs another compensation, so it is tried only if the smallest weights lose less even
-    without one. Each column block has the sparsity that the method's mask gives it.
+    without one. Each column block has the sparsity that the method's mask gives it. Returns the
+    result and its loss, or `None` if the method's own result stays.
     """
     if not (method.mask.needs_inverse and isinstance(method.compensation, ExactCompensation)):
         return None

@@ -91,9 +91,10 @@ def put_on_grid(
     *,
     processes: Processes = ALONE,
 ) -> list[tuple[Tensor, GridParameters, float]]:
-    """Quantise pruned weights that share an input to the recipe's grid; zeros stay zero.
+    """Quantise pruned weights that share an input to the recipe's grid.
 
-    The processes share the rows as in `prune_together`.
+    Zeros stay zero, unless the recipe's pattern is `Dense`. The processes share the rows as in
+    `prune_together`, and `check_weight` documents the errors.
 
     Returns:
         The weights on the grid, each with its parameters and with its loss ½·tr(δ H δᵀ) relative to
@@ -129,7 +130,9 @@ def gather_parameters(share: GridParameters, rows: int, processes: Processes) ->
 
 
 class _Descent:
-    """The codes and scales of some rows of a weight; all tensors are (columns, rows).
+    """The codes and scales of some rows of a weight.
+
+    Tensors are (columns, rows), those of scales, minima and their units (groups, rows).
 
     `target` is ŵ, with zeros for removed weights; `kept` is one for kept weights and zero for
     removed ones.
@@ -243,7 +246,7 @@ class _Descent:
         gradient.addmm_(matrix[panel, piece], moved)
 
     def _choose_units(self, group: int, swept: Tensor) -> None:
-        """Choose the unit of the scales of groups, at the first of them, by their free scales."""
+        """Choose the units that groups share, at the first group, from scales without units."""
         if self.units is None or group % self.grid.together:
             return
         # The later groups still lack feedback: their free scales serve for the unit alone, and the

@@ -79,7 +79,8 @@ class Recipe:
         method: The mask and the compensation.
         block_size: Number of columns chosen together, a multiple of M for N:M patterns; None for
             all. Masks that are chosen at once for the whole layer ignore it.
-        damping: Fraction of the mean diagonal of the Hessian that is added to it, finite and ≥ 0.
+        damping: Fraction of the mean of the Hessian's diagonal that is added to the diagonal,
+            finite and ≥ 0; above 10 it gives a `NumericalWarning`.
         grid: The values that kept weights can have; None for all.
         head_grid: The values that the weights of the output head can have; None leaves it as it is.
 
@@ -136,11 +137,12 @@ class Recipe:
         Args:
             settings: The settings. With `head_grid`, the grid of an output head, all other layers
                 may stay as they are.
-            leaves_zeros: Whether removed weights are zeros of the result. Without whole columns the
-                result is a smaller matrix, and its grid that of a dense one.
+            leaves_zeros: Whether removed weights are zeros of the result. False if whole columns
+                are cut out, so that the result is a smaller matrix, with the grid of a dense one.
 
         Raises:
-            PatternError: `sparsity`, `pattern` or `block_size` are malformed.
+            PatternError: `sparsity` or `pattern` is malformed, both are given, or neither without
+                a grid; or `block_size` splits the groups of the pattern.
             MethodError: There is no such method, or not for this pattern.
             OptionError: Another setting is out of range, or contradicts the others.
         """
@@ -176,7 +178,7 @@ class Recipe:
 
     @property
     def amount(self) -> str:
-        """The pattern and the bits in short, such as `2:4`, `50%+4bit` and `4bit`."""
+        """The pattern and the grid in short, such as `2:4`, `50%+4bit` and `q4_0`; may be empty."""
         parts = [] if isinstance(self.pattern, Dense) else [str(self.pattern)]
         return "+".join([*parts, *([str(self.grid)] if self.grid else [])])
 
@@ -213,7 +215,7 @@ class Recipe:
 
 
 def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
-    """Return the grid of the kept weights, one with a code for zero if it `holds_zeros`."""
+    """Return the grid of the kept weights, or `None`; removed ones are zeros if `holds_zeros`."""
     name, bits, group_size = settings.grid, settings.bits, settings.group_size
     if name is not None:
         grid = grid_named(name)

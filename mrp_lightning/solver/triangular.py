@@ -16,8 +16,9 @@ _MIRRORED = 512
 def factor_of_inverse(matrix: Tensor) -> Tensor | None:
     """Return the upper triangular U with UᵀU = A⁻¹, or `None` if A is not positive definite.
 
-    A = RRᵀ with R upper triangular, and U = R⁻¹: neither A⁻¹ is formed nor factorised again. A,
-    (n, n), is overwritten, and only its upper triangle is read. On a CPU U takes its memory.
+    A = RRᵀ with R upper triangular, and U = R⁻¹: neither A⁻¹ is formed nor factorised again. Of A,
+    (n, n), only the upper triangle is read. On a CPU, for n > 768, A is overwritten and U takes its
+    memory.
     """
     columns = len(matrix)
     if matrix.device.type != "cpu" or columns <= 3 * _PANEL:

@@ -21,8 +21,8 @@ def matches(name: str, pattern: str, prefix: str = "") -> bool:
     A pattern is a sequence of whole parts of a dotted name, with shell wildcards: `q_proj`,
     `layers.3`, `mlp` and `layers.*.mlp` all match `model.layers.3.mlp.q_proj`, and `proj` does not.
     After `re:` a pattern is a regular expression, as in llm-compressor: it is matched from the
-    start of the name without the prefix (the name in the checkpoint), and matches this module
-    alone.
+    start of the name without the prefix (the name in the checkpoint), need not reach the end of
+    the name, and is not tried on the names of parents.
     """
     if pattern.startswith(_REGULAR):
         expression = pattern.removeprefix(_REGULAR)
@@ -124,7 +124,7 @@ class Block:
 
     name: str  # in the model
     module: nn.Module
-    chain: str  # the name of its `ModuleList`, whose blocks feed one another
+    chain: str  # the name of its list or parent; blocks of one chain feed one another
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -> list[Block]:
@@ -134,7 +134,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -
     names other lists or single blocks, which are then the blocks.
 
     Raises:
-        TargetError: A pattern matches nothing.
+        TargetError: A pattern matches nothing, or is a malformed regular expression.
     """
     modules, patterns = dict(named_modules(model)), as_patterns(patterns)
     if patterns:
@@ -159,14 +159,14 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `model.named_modules()`, with the modules that `torch.compile` wrapped."""
+    """Yield `model.named_modules()`, without the wrappers of `torch.compile` and their names."""
     for name, module in model.named_modules():
         if not hasattr(module, COMPILED):
             yield without_compiled(name), module
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks: modules of several parts, not bare layers."""
+    """Return whether a module is a `ModuleList` of modules of several parts with linear layers."""
     return (
         isinstance(module, nn.ModuleList)
         and len(module) > 0

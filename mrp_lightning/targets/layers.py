@@ -177,7 +177,7 @@ class Expert(Layer):
 
     @property
     def first(self) -> "Expert":
-        """The matrix of this expert that reads the tokens themselves."""
+        """The first matrix of this expert, which reads the tokens: `gate_up_proj` or `up_proj`."""
         stack = "gate_up_proj" if self.module.has_gate else "up_proj"
         return Expert(f"{self.owner}.{self.index}.{stack}", self.module, stack, self.index)
 
@@ -248,7 +248,7 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether `layers_of` knows this module."""
+    """Return whether a module itself holds the weight of a `Layer`."""
     return bool(layers_of("", module))
 
 
@@ -299,7 +299,7 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def packed_weights(module: nn.Module) -> list[str]:
-    """Return the names of a packed layer's integer tensors: packed weights, or indices of them."""
+    """Return the names of a module's packed weights, and of indices of them; [] if it has none."""
     names = ("qweight", "weight_packed", "weight_quantized", "weight_meta", "weight_bits")
     buffers = dict(module.named_buffers(recurse=False))
     return [name for name in (*_own_parameters(module), *buffers) if name in names]
@@ -345,7 +345,7 @@ def other_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def why_no_layer(module: nn.Module) -> str | None:
-    """Return why a convolution stays dense, `None` for other modules."""
+    """Return why a convolution stays dense, `None` for one that is pruned and for other modules."""
     if not isinstance(module, _CONVOLUTIONS) or is_linear(module):
         return None
     kind = type(module).__name__

@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers to prune."""
+        """The number of layers to prune, and the head if it is quantised."""
         inside = sum(map(len, self.layers.values()))
         return inside + len(self.outside) + (self.head is not None)
 
@@ -89,10 +89,10 @@ def make_plan(
         model: Any module.
         pattern: The pattern to which the layers will be pruned.
         targets: Name patterns (see `blocks.matches`) of the layers to prune. `None` means all
-            layers in the blocks but routers, or all layers of a model without blocks. A pattern
-            that matches no layer in the blocks, such as `lm_head`, selects layers outside of them.
+            layers but routers: in the blocks, or in all of a model without blocks. A pattern that
+            matches no layer in the blocks, such as `lm_head`, selects layers outside of them.
         ignore: Name patterns of the layers to leave out.
-        blocks: Names of the block lists or blocks; `None` to find them.
+        blocks: Name patterns of the block lists or blocks; `None` to find them.
         skip_indivisible: Whether to leave out layers whose number of columns is no multiple of the
             pattern's or the grid's group.
         prefix: A prefix that reported names and regular expressions lack; names are reported with
@@ -108,8 +108,8 @@ def make_plan(
     # 1. Everything in the model, and 2. what the user wants of it.
     contents = _Contents.of(model, blocks, prefix)
     wish = _Wish.of(contents, as_patterns(targets), as_patterns(ignore))
-    # 3. The fate of each wanted weight: refused, left dense for a reason, or pruned. Refusals come
-    # in the order in which a user can act on them, each with all layers that it is about.
+    # 3. Each wanted weight is refused, left dense for a reason, or pruned. Refusals come in the
+    # order in which a user can act on them, each with all layers that it is about.
     left = [*_routers(contents, wish), *_without_weights(contents, wish)]
     candidates = [contents.layers[n] for n in wish.layers if n not in {s.name for s in left}]
     unusual = _unusual(contents, wish, candidates, allow_meta)
@@ -182,7 +182,7 @@ class _Contents:
         return [name for names in self.inside.values() for name in names]
 
     def shown(self, name: str) -> str:
-        """Remove the prefix from a name, unless another module has the shorter name."""
+        """Remove the prefix from a name, unless layers or blocks would get equal names by that."""
         return name.removeprefix(self.prefix) if self.is_cut else name
 
     def is_in_a_block(self, name: str) -> bool:

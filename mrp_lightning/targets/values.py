@@ -20,7 +20,7 @@ def refuse_not_finite(
     Args:
         layers: The layers to prune.
         parameters: All parameters of the model or block, by name; parameters that are no plain
-            tensors are not checked.
+            tensors, or on the meta device, are not checked.
 
     Raises:
         TargetError: Values are not finite. The message names all such weights.
@@ -66,7 +66,8 @@ _LEAST_SPARSITY = 0.05
 def pruned_layers(model: nn.Module) -> list[Layer]:
     """Return the layers with at least 5% zeros, in the order of the module tree, each weight once.
 
-    Layers of zeros alone are left out: they were initialised so.
+    Layers of zeros alone are left out, since they were initialised so, and layers for which
+    `why_not_plain` returns a reason.
     """
     first_layers: dict[object, Layer] = {}
     for name, module in named_modules(model):

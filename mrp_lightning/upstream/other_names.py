@@ -30,7 +30,9 @@ def hub_away() -> Iterator[None]:
 
 
 def bounded_gguf(file: Path) -> Any:
-    """Return a reader of a GGUF file that raises at the end of the file, and reads arrays at once.
+    """Return a reader of a GGUF file that reads arrays at once, and no further than the file's end.
+
+    It raises a `ValueError` if the header promises more values than the file holds.
 
     Seen in gguf 0.19, whose reader goes on past the end, value after value, as often as the header
     says, which a large number makes endless. It reads a vocabulary token by token: 15 s for the

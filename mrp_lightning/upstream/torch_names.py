@@ -96,7 +96,7 @@ def tiles_of_sparse24(kind: Any, dtype: torch.dtype) -> tuple[int, int] | None:
     """Return the divisors of a 2:4 tensor's rows and columns; `None` for unsupported dtypes.
 
     Seen in torch 2.13. Without this check, the conversion fails in the middle of a model.
-    Replacement: a public function that tells whether a tensor can be converted.
+    Replacement: a public function that tests whether a tensor can be converted.
     """
     rules = kind._DTYPE_SHAPE_CONSTRAINTS.get(dtype)
     return None if rules is None else (rules.sparse_min_rows, rules.sparse_min_cols)

@@ -65,7 +65,7 @@ def pack_places(kept: Tensor) -> Tensor:
 
 
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
-    """Return the weight (rows, columns) that was packed, equal to the bit."""
+    """Return the weight (rows, columns) that was packed, bit by bit, but −0.0 as +0.0."""
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
     # `masked_scatter_` takes the values row after row, the order in which `pack` writes them.
     kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
@@ -106,7 +106,7 @@ def count_bits(bits: Tensor) -> Tensor:
 
 
 def _kept(weight: Tensor) -> Tensor:
-    """Return where any bit but the sign is set, which treats NaN and denormals alike on any CPU."""
+    """Return where any bit but the sign is set: NaN and denormals count on every CPU."""
     if weight.dtype.itemsize == 1:
         # Some kinds of float8 have a NaN where −0.0 would be. In float32 none is denormal.
         return weight.float() != 0

@@ -47,7 +47,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         The codes, uint8, two in a byte, group after group in the order of their columns; the bits
-        that say where they were, uint8 (rows, ceil(columns / 8)); and the scales
+        that mark their columns, uint8 (rows, ceil(columns / 8)); and the scales
         (rows, ceil(columns / 64)) in the weight's dtype.
 
     Raises:
@@ -81,7 +81,7 @@ def _pack_rows(codes: Tensor) -> Tensor:
 
 
 def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """Return the weight (rows, columns) that was packed, equal to the bit, in the scales' dtype.
+    """Return the weight (rows, columns) in the scales' dtype, bit by bit, but −0.0 as +0.0.
 
     The host reads no value and copies nothing to the device, so that a CUDA graph can capture it.
     """
@@ -142,7 +142,7 @@ def _kept_by_group(bits: Tensor) -> Tensor:
 
 
 def bytes_of_groups(counts: Tensor) -> Tensor:
-    """Return the bytes of the nibbles of groups with so many kept weights."""
+    """Return the bytes of the nibbles of groups with `counts` kept weights."""
     return counts + 1 >> 1
 
 
@@ -152,7 +152,7 @@ def groups_of_bits(bits: Tensor) -> Tensor:
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
-    """Return a mask (..., width) of the first `counts` of each."""
+    """Return bool (..., width), True at the first `counts` (...) positions."""
     return torch.arange(width, device=counts.device) < counts[..., None]
 
 

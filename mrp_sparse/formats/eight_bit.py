@@ -32,8 +32,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     peaks = weight.abs().amax(1, keepdim=True).float()
     scales = torch.where(peaks > 0, peaks / LARGEST, 1.0).to(weight.dtype)
-    # A quotient below half of the smallest denormal would be 0. All weights are multiples of that
-    # denormal, and those of this row of at most 63 times it: as a scale it rounds none of them.
+    # A scale below half of the smallest denormal d rounds to 0. The weights of its row are n·d with
+    # |n| ≤ 63: the scale d represents them exactly.
     smallest = torch.finfo(weight.dtype).smallest_normal * torch.finfo(weight.dtype).eps
     scales = torch.where(scales > 0, scales, smallest)
     # The scales are rounded before the division, since `unpack` multiplies by the rounded ones. One

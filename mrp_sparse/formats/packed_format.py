@@ -27,16 +27,16 @@ class PackedFormat:
             first holds the columns of the values.
         count: Name of the argument of a layer that gives the number of elements of `weight`, where
             the layer's shape does not determine it; else `None`.
-        pack: `pack(weight)` returns the tensors of a weight (rows, columns).
-        unpack: `unpack(*tensors, columns)` returns the weight again, equal to the bit.
+        pack: `pack(weight)` returns the values and companions of a weight (rows, columns).
+        unpack: `unpack(*tensors, columns)` returns the weight bit by bit, but −0.0 as +0.0.
         empty: `empty(shape, count, dtype)` returns uninitialised tensors of a weight of a shape.
-        damage: `damage(*tensors, columns)` returns the reason why these tensors were never packed
-            together, or `None`.
+        damage: `damage(*tensors, columns)` returns the reason why these tensors cannot be the
+            result of packing one weight, or `None`.
         why_not: `why_not(shape)` returns the reason why no weight of a shape has this form, or
             `None`.
         num_bytes: `num_bytes(shape, dtype, count)` returns the bytes of all tensors of a weight.
         row_offsets: `row_offsets(columns of the values)` returns the first index of each row in the
-            values, int64 (rows,); `None` where rows have one length.
+            values, int64 (rows,); `None` if all rows have equally many.
     """
 
     option: str
@@ -59,7 +59,7 @@ class PackedFormat:
         return self.companions[0]
 
     def companion_names(self, weight: str) -> list[str]:
-        """Return the names of the `companions` in a checkpoint, by the name of the values."""
+        """Return the names of the `companions` in a checkpoint, given that of the values."""
         return [weight + name.removeprefix("weight") for name in self.companions]
 
 
@@ -71,12 +71,12 @@ def why_no_matrix(shape: tuple[int, ...]) -> str | None:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the same bits as integers of the same size, as a view of a contiguous tensor."""
+    """Return the same bits as integers of the same size, as a view of the tensor if contiguous."""
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def different_bits(first: Tensor, second: Tensor) -> int:
-    """Return the number of values that differ in a bit; all where shapes or dtypes differ."""
+    """Return how many values of `second` differ in a bit: all if its shape or dtype differs."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return second.numel()
     # As numbers, NaN would differ from itself and −0.0 would equal +0.0.

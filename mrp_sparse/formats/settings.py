@@ -21,8 +21,8 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
             makes a configuration without any.
 
     Raises:
-        FormatError: There are unknown keys, another version, or values of another kind; all
-            problems of the same kind are listed.
+        FormatError: There is an unknown key, another `quant_method` or version, or a value of
+            another type. All unknown keys, or all such values, are listed.
     """
     method = settings.get("quant_method", form.quant_method)
     unknown = sorted(map(str, settings.keys() - _KEYS))
@@ -44,7 +44,7 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
             "`quantization_config` is not as mrp-lightning writes it. Export the pruned model "
             f"again.\n{listed}"
         )
-    # Last, since only now is it known to be an object with a number.
+    # Last, since only now is `head` known to be an object with a number.
     if "head" in settings:
         _check_version("head.format_version", settings["head"]["format_version"], HEAD_VERSION)
 

@@ -43,7 +43,7 @@ def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int)
 
     Args:
         form: The format.
-        tensors: The packed tensors of a weight, in the order of the format.
+        tensors: The packed tensors of a weight, in the order of the format, on the CPU.
         begin: The first column, a multiple of `unit(form)`.
         end: The column after the last, such a multiple or the number of columns.
     """

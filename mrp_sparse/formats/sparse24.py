@@ -13,7 +13,7 @@ from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 GROUP = 4
 """Consecutive input columns that share a nibble; at most half of them are not zero."""
 _COLUMNS_MULTIPLE = 2 * GROUP
-"""Rows must be whole bytes of `meta`, each of which holds two groups."""
+"""The number of columns is a multiple of this, since a byte of `meta` holds two groups."""
 
 
 def _slots(bits: int) -> tuple[int, int]:
@@ -57,13 +57,13 @@ def why_not_packable(shape: tuple[int, ...]) -> str | None:
 
 @checked
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep two values of every four.
+    """Pack a 2:4 weight: two values of every four, and their columns.
 
     A group with fewer than two non-zeros keeps zeros from its lowest free columns, so that every
     group has exactly two values. −0.0 is kept as +0.0.
 
     Args:
-        weight: A weight (rows, columns) of a floating dtype; columns is a multiple of 8.
+        weight: A weight (rows, columns) of a floating dtype; columns: a positive multiple of 8.
 
     Returns:
         The kept values (rows, columns / 2) in the weight's dtype, and meta, the columns that they
@@ -93,7 +93,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @checked
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
-    """Return the weight (rows, columns) that was packed, equal to the bit.
+    """Return the weight (rows, columns) that was packed, bit by bit, but −0.0 as +0.0.
 
     Args:
         values: The kept values (rows, columns / 2).

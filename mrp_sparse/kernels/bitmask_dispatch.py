@@ -81,7 +81,7 @@ def _check_dtypes(x: Tensor, floating: Tensor) -> None:
 
 
 def _by_triton(x: Tensor) -> bool:
-    """Return whether Triton multiplies these tokens: there are some, at addresses of 32 bits."""
+    """Return whether Triton runs here and takes x: 16-bit, not empty, fewer than 2³¹ elements."""
     if x.dtype not in (torch.bfloat16, torch.float16) or triton_missing(x.device) is not None:
         return False
     # No program is launched for no tokens. Only x is bounded: the unpacked weight is addressed with

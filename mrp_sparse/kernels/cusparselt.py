@@ -68,7 +68,7 @@ def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int)
 
 
 def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
-    """Return the library's fastest algorithm for these operands. Not inside a CUDA graph."""
+    """Return the fastest arguments of `matmul` for these operands. Not inside a CUDA graph."""
     algorithm = upstream.search_cusparselt(compressed, _padded(x).t(), None)
     return DEFAULT | dict(zip(DEFAULT, algorithm, strict=False))  # or the first number alone
 

@@ -1,4 +1,4 @@
-"""The operator on CUDA devices: choose a kernel for each call by its shape, and run it.
+"""`linear24` on CUDA devices: choose a kernel for each call by its shape, and run it.
 
 The choice is the usable kernel with the shortest measured time or, without measurements, the first
 usable one in the default order.
@@ -25,10 +25,9 @@ from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight, usable
 from mrp_sparse.kernels.operator import linear24
 
-VERSION = 1
+VERSION = 1  # of the file that `KernelTimes.save` writes
 STORED_DENSE = "stored dense"
-"""The name of the baseline, the same pruned weight as an ordinary matrix; no kernel has this
-name."""
+"""Name of the baseline, the pruned weight as an ordinary matrix; no kernel has this name."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,7 @@ class KernelTimes:
         """Read the times that `save` wrote.
 
         Raises:
+            FileNotFoundError: There is no such file.
             FormatError: The file has no such content, or is of another version.
         """
         content = read_json(path, "measure again")

@@ -62,7 +62,7 @@ def build() -> Path:
     It is written aside and moved when it is whole; those of older sources are deleted.
 
     Raises:
-        BuildError: There is no compiler or no torch, it fails, or the folder is read-only.
+        BuildError: Linux, torch or a compiler is missing, it fails, or the folder is read-only.
     """
     target = path()
     if target.exists():

@@ -1,10 +1,10 @@
-"""The operators of packed layers: `mrp_lightning::linear24`, `linear_bitmask`, `…4` and `linear8`.
+"""The operators `linear24`, `linear_bitmask`, `linear_bitmask4` and `linear8` of `mrp_lightning`.
 
 They are opaque to `torch.compile` and `torch.export`: the kernel is chosen inside the operator,
 where the number of tokens is known, so that a new number needs no recompilation and every CUDA
-graph captures its own choice. On CUDA devices, `dispatch` chooses. The implementations in this
-module serve all other devices: they unpack the weight and multiply densely. On a CPU, the compiled
-kernels replace them once they are built.
+graph captures its own choice. On CUDA devices, `dispatch` and `bitmask_dispatch` implement the
+first three. The functions in this module are the default: they unpack the weight and multiply
+densely. On a CPU, the compiled kernels replace them once they are loaded.
 
 Under autocast all floating operands are cast, as those of `F.linear` are.
 """
@@ -25,7 +25,7 @@ from mrp_sparse.formats.sparse24 import SPARSE24, spread
 from mrp_sparse.kernels import compiled
 
 MAX_ERROR_RATIO = 1.5
-"""The largest error of a kernel, relative to the error of the dense product in the same dtype."""
+"""The largest allowed error of a kernel, relative to that of the dense product in its dtype."""
 
 
 @torch.library.custom_op("mrp_lightning::linear24", mutates_args=())
@@ -62,8 +62,8 @@ def linear_bitmask(
     """Compute x Wᵀ + bias with W = unpack(values, bits, columns).
 
     Args:
-        x: Input (..., columns), in the dtype of `values`. Fewer columns than the bits have raise on
-            a CPU; more columns within the last byte are not detected.
+        x: Input (..., columns), in the dtype of `values`. On a CPU, bits that are set beyond these
+            columns raise; more columns within the last byte are not detected.
         values: Kept values, row after row in the order of their columns.
         bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
         offsets: The index of each row's first value, int64 (rows,); the end of the last row may
@@ -95,8 +95,8 @@ def linear_bitmask4(
     """Compute x Wᵀ + bias with W = unpack(nibbles, bits, scales, columns).
 
     Args:
-        x: Input (..., columns), in the dtype of `scales`. Fewer columns than the bits have raise on
-            a CPU; more columns within the last byte are not detected.
+        x: Input (..., columns), in the dtype of `scales`. On a CPU, bits that are set beyond these
+            columns raise; more columns within the last byte are not detected.
         nibbles: Codes of the kept values, uint8, two in a byte, group after group.
         bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
         scales: Scales (rows, ceil(columns / 64)).
@@ -186,7 +186,7 @@ def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(
     unpack: Callable[..., Tensor], bias: int, ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the input and the bias, for prompts, adapters and attributions."""
+    """Return the gradients of the input and the bias (input number `bias`); `None` for others."""
     # Input 0 is x; the packed tensors follow. A gradient of `None` for them would freeze a weight
     # that the user believes to be trained.
     if any(ctx.needs_input_grad[1 : 1 + len(ctx.saved_tensors)]):

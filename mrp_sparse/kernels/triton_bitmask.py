@@ -65,7 +65,7 @@ def _count(word, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bits(bits_ptr, row, word, inside, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return words of rows; none are kept outside."""
+    """Return words of rows; 0, hence no kept columns, where `inside` is false."""
     return tl.load(bits_ptr + row * WORDS + word, mask=inside, other=0)
 
 

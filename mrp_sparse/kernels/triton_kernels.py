@@ -122,7 +122,7 @@ def gemm(
 
 
 def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) -> Tensor:
-    """Return the dense weight (out, in), equal to the bit, in one pass over memory."""
+    """Return the dense weight (out, in) of 16-bit values, bit by bit, in one pass over memory."""
     out_features, width = values.shape[0], 2 * values.shape[1]
     # A group of four columns of 16 bits is one int64, which a thread writes at once.
     y = torch.empty(out_features, width // 4, dtype=torch.int64, device=values.device)

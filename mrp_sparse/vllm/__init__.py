@@ -1,6 +1,6 @@
 """The packed formats in vLLM: a plug-in that vLLM finds by its entry point.
 
-vLLM is imported here alone, and only when vLLM itself calls `register`.
+Only the modules of this package import vLLM, and only after vLLM itself calls `register`.
 """
 
 import logging

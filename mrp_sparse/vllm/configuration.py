@@ -89,7 +89,7 @@ class PackedConfig(QuantizationConfig):
         """Return the configuration of a directory.
 
         Raises:
-            FormatError: It was written in another version of the format, or is damaged.
+            FormatError: A key or a value is not as this version of the format writes it.
         """
         # `check_settings` skips missing keys. The default makes a file without a version one of
         # another version, which is refused.
@@ -98,7 +98,7 @@ class PackedConfig(QuantizationConfig):
         return cls(settings.get("modules", ()), settings.get("head", {}).get("module"))
 
     def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
-        """Check the files of a directory; vLLM calls this once, before it starts its workers.
+        """Check the files of a local directory; vLLM calls this once, before it starts workers.
 
         Raises:
             FormatError: Packed layers are damaged or missing.
@@ -114,7 +114,14 @@ class PackedConfig(QuantizationConfig):
             (self.head,) = hf_to_vllm_mapper.apply_list([self.head])
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return what runs a layer; `None` where vLLM's own method does."""
+        """Return the method that runs a layer, and note in `claimed` the names that it will read.
+
+        Layers that are neither linear nor a vocabulary get `None`, as does a dense vocabulary: vLLM
+        then takes its own method.
+
+        Raises:
+            FormatError: vLLM stores packed layers in a module of another kind, such as experts.
+        """
         if isinstance(layer, VocabParallelEmbedding):
             return self._method_of_vocabulary(layer, prefix)
         if isinstance(layer, LinearBase):

@@ -35,7 +35,7 @@ EIGHT_BIT = PackedFormat(
 
 
 class EightBitMethod(PackedMethod):
-    """Multiplies with numbers of 8 bits, and looks embeddings up in them."""
+    """Method of a layer of 8 bits: multiply with it as a head, or look up embeddings in it."""
 
     def __init__(self) -> None:
         super().__init__(EIGHT_BIT)
@@ -59,7 +59,11 @@ class EightBitMethod(PackedMethod):
         return layer
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Join what was read; a tied head takes it from its embeddings."""
+        """Check that all was read; a tied head takes the tensors of its embeddings.
+
+        Raises:
+            FormatError: Tensors are damaged or missing.
+        """
         (table,) = getattr(layer, "tied_to", (layer,))
         # vLLM calls this for the table and for the head, in either order. The first call finishes
         # the table and deletes `packed_parts`; the second only assigns.

@@ -97,7 +97,7 @@ class Arrivals:
         form: The format of its packed parts.
         num_parts: The number of its parts, packed or not.
         receive: `receive(parts, tensors)` is called with all packed tensors of one layer of the
-            checkpoint, and the indices of the parts that it is; returns what is wrong with them.
+            checkpoint, and the indices of its parts; returns what is wrong with them, or `None`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Arrivals:
 
 
 class PackedMethod(LinearMethodBase):
-    """Multiplies with packed weights: a layer of which all parts are packed.
+    """Method of a layer of which all parts are packed: it multiplies with the packed weights.
 
     Args:
         form: The format of the weights.
@@ -210,7 +210,11 @@ class PackedMethod(LinearMethodBase):
         indices: list[int],
         tensors: list[Tensor],
     ) -> str | None:
-        """Keep the slices of a layer of the checkpoint that this worker multiplies with."""
+        """Keep the slices of a layer of the checkpoint that this worker multiplies with.
+
+        `split` is the worker's first column, its number of columns and that of the whole layer.
+        Return the reason if the tensors are not a packed weight of the layer's shape, else `None`.
+        """
         # 1. The weight is checked whole, since bits and values agree in number only before a cut.
         # 2. Columns are cut next, once for all parts: this changes each row's first value, which
         #    `slices.rows` computes from the bits that it is given.
@@ -251,7 +255,7 @@ class PackedMethod(LinearMethodBase):
             layer.register_buffer("weight_offsets", offsets, persistent=False)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Load the kernels.
+        """Check that the layer was read whole, and load the compiled kernels on a CPU.
 
         Raises:
             FormatError: Tensors are damaged or missing.
@@ -275,7 +279,7 @@ class PackedMethod(LinearMethodBase):
 
 
 class PartlyPackedMethod(UnquantizedLinearMethod):
-    """Multiplies densely: a layer of which some parts are packed. These are unpacked while read.
+    """Method of a layer of which some parts are packed: these are unpacked while they are read.
 
     Args:
         form: The format of the packed parts.
@@ -295,7 +299,11 @@ class PartlyPackedMethod(UnquantizedLinearMethod):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Register the dense weight, and empty parameters that take the places of packed parts."""
+        """Register the dense weight, and empty parameters for the companions of packed parts.
+
+        Raises:
+            FormatError: This class of layer reads weights in its own way.
+        """
         _check_class(layer)
         load = extra["weight_loader"]
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
@@ -373,7 +381,7 @@ def why_not(form: PackedFormat, shape: tuple[int, int], tensors: Sequence[Tensor
 
 
 def finish(layer: Any) -> None:
-    """Raise a `FormatError` if a layer was not read whole; else forget how it was read."""
+    """Raise a `FormatError` if a layer was not read whole; else delete its `arrivals`."""
     if problems := layer.arrivals.problems():
         raise FormatError(f"{'; '.join(problems)}. {EXPORT_AGAIN}")
     del layer.arrivals
@@ -404,7 +412,7 @@ def _check_class(layer: Any) -> None:
 
 
 def _copied(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a copy, since a tensor that was read may be a view of a mapped file."""
+    """Return a copy, floating ones in `dtype`: a tensor that was read may be a view of a file."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return huge_pages.empty(tensor.shape, kind, device).copy_(tensor)
 
@@ -415,5 +423,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return first
     shape = sum(map(len, tensors)), *first.shape[1:]
-    # The parts share a dtype: `out` would cast without a word.
+    # The parts share a dtype: `out` would cast silently.
     return torch.cat([*tensors], out=huge_pages.empty(shape, first.dtype, first.device))

@@ -22,8 +22,8 @@ def check_directory(directory: Path, form: PackedFormat, modules: Iterable[str])
     """Raise if a directory does not hold packed layers whole.
 
     Args:
-        directory: The checkpoint. Without safetensors files there is nothing to check: vLLM will
-            say what it misses.
+        directory: The checkpoint. Without safetensors files there is nothing to check: vLLM itself
+            reports that.
         form: The format of the layers.
         modules: Their names.
 
@@ -67,7 +67,7 @@ def _problems(files: dict[str, Any], form: PackedFormat, modules: list[str]) -> 
         if missing := [name for name, full in names.items() if full not in files]:
             yield f"{module}: {', '.join(missing)} missing in the files"
             continue
-        # Tensors are views of the mapped files: values that nobody looks at are never read.
+        # Tensors are views of the mapped files: values that nothing accesses are never read.
         tensors = {name: files[full].get_tensor(full) for name, full in names.items()}
         places = tensors[form.places]
         if places.ndim != 2:
