@@ -23,7 +23,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def is_name(value: str) -> bool:
-    """Return whether `--model` is the name of a model, not a configuration or its file."""
+    """Return whether a value of `--model` names a model, and is no configuration or its file."""
     return bool(value) and not value.endswith(_SUFFIXES) and not value.lstrip().startswith("{")
 
 
@@ -33,7 +33,8 @@ class Argument:
 
     Attributes:
         path: The dotted key, without list indices, `init_args` and the subcommand.
-        value: The text of the value, empty for a collection.
+        value: The text of the value, empty for a collection. On a command line it is the next word,
+            also after an option that takes no value.
         origin: The file and the line, such as "run.yaml, line 3: "; empty on the command line.
     """
 
@@ -60,8 +61,8 @@ def arguments_given(args: Sequence[str], *, files: bool = True) -> list[Argument
         files: Whether `--config` and groups of options may name files, which are then read.
 
     Raises:
-        OptionError: A file is no YAML, has no keys or a duplicate key, or expands to too many
-            values.
+        OptionError: A file is no YAML or no mapping, has a duplicate key, is nested too deeply, or
+            expands to too many values.
     """
     arguments: list[Argument] = []
     # A value may follow `=` or be the next word. A word that is a value is visited as an option,
@@ -119,6 +120,7 @@ def _walk(
         _require_different_keys(node, file)
         # A class comes first, so that its arguments can be checked against it.
         for key, value in sorted(node.value, key=lambda pair: pair[0].value != "class_path"):
+            # A root key in `commands` is a subcommand's section, and no part of the keys in it.
             is_transparent = key.value == "init_args" or (not path and key.value in commands)
             below = path if is_transparent else f"{path}.{key.value}".lstrip(".")
             argument = _argument(below, key, value, file)
@@ -131,7 +133,7 @@ def _walk(
 
 
 def _require_different_keys(node: yaml.MappingNode, file: Path) -> None:
-    """Raise for a duplicate key, which YAML forbids, but loaders accept silently."""
+    """Raise for a key on two lines, which YAML forbids, but loaders accept silently."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
@@ -170,11 +172,12 @@ _OF_A_RUN = frozenset({"model", "data", "trainer"})
 
 
 def check_arguments(command: str, args: Sequence[str]) -> None:
-    """Raise for arguments that no run of the command could have.
+    """Raise for arguments that no run of the command could have, unless they ask for help.
 
     Raises:
-        OptionError: There are no options, a word belongs to no option, or a file is missing, is no
-            YAML, has a duplicate key, or belongs to another command.
+        OptionError: The command reads YAML files, and there are no options, a word belongs to no
+            option, or a file is missing, is no YAML, or belongs to another command.
+            `arguments_given` raises more.
     """
     if command not in _NEEDS or _asks(args):
         return
@@ -197,7 +200,7 @@ def check_arguments(command: str, args: Sequence[str]) -> None:
 
 
 def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
-    """Return whether a file before the command has sections for commands, as in LightningCLI."""
+    """Return whether a file has sections for commands, or an option prints the configuration."""
     if any(arg.startswith("--print_") for arg in args):
         return True
     options = [arg for arg in args if arg not in commands]

@@ -1,4 +1,4 @@
-"""The code that all commands share: options, the parser, and the end by a user's mistake."""
+"""Code that all commands share: options, the parser, and the exit after a correctable error."""
 
 import argparse
 import errno

@@ -55,6 +55,9 @@ class PruningCLI(LightningCLI):
     Args:
         args: The command line; `None` means that of the process.
         run: Whether to run the command, or only to configure it.
+
+    Raises:
+        OptionError: The command line or one of its files has a mistake. The methods raise more.
     """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
@@ -81,14 +84,15 @@ class PruningCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Accept `--model PATH`, and `model: PATH` in YAML, as other commands do."""
+        """Accept `--model PATH`, and `model: PATH` in YAML, unless `model` has a `class_path`."""
         super().add_core_arguments_to_parser(parser)
         if not self.subclass_mode_model:
             take_alone(parser, "model", "model", is_name)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's subcommands, without `--callbacks`: `trainer.callbacks` has them."""
+        """Return the arguments of each subcommand that are no options."""
+        # Lightning's, and the `callbacks` of our `Trainer.predict`: `trainer.callbacks` has them.
         commands = LightningCLI.subcommands()
         commands["predict"] = commands["predict"] | {"callbacks"}
         return commands
@@ -133,7 +137,7 @@ class PruningCLI(LightningCLI):
         return trainer
 
     def _parse_ckpt_path(self) -> None:
-        """Read the checkpoint's hyperparameters, or raise the reason why they cannot be read."""
+        """Read the checkpoint's hyperparameters; raise a `FormatError` if they cannot be read."""
         path = self._value("ckpt_path")
         with explained_checkpoint(path):
             super()._parse_ckpt_path()
@@ -143,11 +147,12 @@ class PruningCLI(LightningCLI):
         return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
     def before_instantiate_classes(self) -> None:
-        """Check that the run has a result, before a model is loaded, and choose the text.
+        """Check, before a model is loaded, that `predict` would save a result; keep the last text.
 
         Raises:
-            OptionError: This machine lacks the accelerator; `predict` would prune nothing or save
-                nothing; or one place gives text in two ways.
+            OptionError: This machine lacks the accelerator; `predict` has no callbacks, or would
+                save nothing and is no `fast_dev_run`; or one file, or the command line, gives
+                several texts.
         """
         require_accelerator(self._value("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
@@ -156,7 +161,7 @@ class PruningCLI(LightningCLI):
             self._choose_text(self._value("data"))
 
     def _require_result(self) -> None:
-        """Raise for a `predict` that prunes nothing, or discards the pruned model."""
+        """Raise for a `predict` without callbacks, or with one that discards the pruned model."""
         trainer = self._value("trainer")
         if not trainer.callbacks:
             raise OptionError(_NO_PRUNING)
@@ -178,7 +183,7 @@ class PruningCLI(LightningCLI):
     def _choose_text(self, data: Namespace) -> None:
         """Let the last text override those of earlier files, as for any other option.
 
-        Two texts at the same place contradict each other, and raise.
+        Two texts of one file, or of the command line, contradict each other, and raise.
         """
         options = [*self._arguments, *self.parser.defaults_given]  # type: ignore[attr-defined]
         paths = ["", *(f"{option.path}." for option in options)]
@@ -210,7 +215,7 @@ class PruningCLI(LightningCLI):
                     data[key] = None
 
     def before_test(self) -> None:
-        """Add a callback that records the perplexity of a pruned model in its directory."""
+        """Add a callback that records the perplexity in a pruned model's directory, if writable."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
         if is_kept or not isinstance(self.model, CausalLM):
@@ -224,7 +229,7 @@ class PruningCLI(LightningCLI):
             rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 
     def before_predict(self) -> None:
-        """Check that running the model over the data has a result.
+        """Check that a callback of the trainer prunes, without which `predict` has no result.
 
         Raises:
             OptionError: No callback prunes.

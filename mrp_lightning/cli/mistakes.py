@@ -74,12 +74,13 @@ def _expected(kind: re.Match[str]) -> str:
 def unknown_key(
     options: Iterable[str], arguments: Sequence[Argument], within: Mapping[str, Collection[str]]
 ) -> str | None:
-    """Return the problem of the first key of a YAML file that is no option, or `None`.
+    """Return the message on the first unknown root key, or key in `within`; `None` for none.
 
     Args:
-        options: The options, as on a command line.
-        arguments: The arguments given.
-        within: The known keys of nested mappings, by the dotted keys of these.
+        options: The options, with their dashes.
+        arguments: All arguments given; root keys are checked in YAML files alone.
+        within: The known keys of each nested mapping, by the mapping's dotted key; these are
+            checked on the command line, too.
     """
     roots = {name.lstrip("-").removesuffix("+").partition(".")[0]: None for name in options}
     for argument in arguments:
@@ -152,7 +153,7 @@ def _arguments_of_callback() -> list[str]:
 
 
 def _wrong_value(argument: Argument, kind: Any) -> str:
-    """Return the problem of a value that is not of its type, else ""."""
+    """Return the problem of a value that is not of its type, or names no file, else ""."""
     path, value = argument.path, argument.value
     (item, *_) = get_args(kind) if get_origin(kind) is list else (None,)
     if inspect.isclass(item) and issubclass(item, PathLike):  # relative to its file
@@ -197,7 +198,7 @@ def _words(kind: Any) -> Iterator[str]:
 
 
 def _class(path: str) -> tuple[Any, str, list[str]]:
-    """Return a class or `None`, the reason why it cannot be imported, and similar names."""
+    """Return a class or `None`, the reason why its module fails or "", and names to suggest."""
     module, _, name = path.rpartition(".")
     modules = [import_module(known) for known in _MODULES]
     if module:
@@ -221,7 +222,7 @@ def _class(path: str) -> tuple[Any, str, list[str]]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a hint: the known name whose last part is nearest, or all known names."""
+    """Return a hint: the known name whose last part is nearest, else all known names, if any."""
     leaves = {key.rpartition(".")[2]: key for key in names}
     if not leaves:
         return "Name one that Python finds from here."

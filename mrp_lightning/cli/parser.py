@@ -31,7 +31,8 @@ class Parser(ArgumentParser):
         defaults_given: Arguments of an object that is parsed without a command line, for messages.
         model_first: Whether the first positional argument is the model, as an alternative to
             `--model`.
-        spellings: The words for YAML's `key: value` that is no option with the name of its key.
+        spellings: The words in messages for a `key` or `key: value`, in lower case, that is no
+            option with the name of its key.
     """
 
     defaults_given: Sequence[Argument] = ()
@@ -43,7 +44,7 @@ class Parser(ArgumentParser):
         self._arguments: Sequence[Argument] = ()
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Add the arguments of a class; the name of a model's file stays a name."""
+        """Add the arguments of a class; those that take a string read no file of that name."""
         added: list[str] = super().add_class_arguments(*args, **kwargs)
         take_strings(self)
         return added
@@ -106,7 +107,10 @@ class Parser(ArgumentParser):
             log.removeHandler(handler)
 
     def in_options(self, message: str) -> str:
-        """Return a message with options for Python's or YAML's arguments: `--a b` for `a: b`."""
+        """Return a message in which backquoted arguments of this parser are written as options.
+
+        `--a b` stands for `a: b` or `a=b`. Other names stay.
+        """
         message = re.sub(r"`(\w+)(?:(?:: *|=)([^`]+))?`", self._in_options, message)
         return re.sub(r"(`[^`]+`) or \1", r"\1", message)  # two names of one option
 
@@ -125,7 +129,8 @@ class Parser(ArgumentParser):
         jsonargparse reports unknown keys with a value, but ignores empty ones, such as `{}`.
 
         Args:
-            within: The known keys of nested mappings, by the dotted keys of these.
+            within: The known keys of each nested mapping, by the mapping's dotted key; these are
+                checked on the command line, too.
 
         Raises:
             OptionError: There is such a key.
@@ -172,7 +177,7 @@ def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
 
 
 def _missing(parser: Parser, names: Iterable[str]) -> str:
-    """Return a message on required arguments; those of a subcommand have its name in front."""
+    """Return a message on missing required arguments of a parser, or of its subcommand."""
     command, shown = parser.prog, []
     for name in names:
         subcommand, dot, rest = name.partition(".")

@@ -56,13 +56,14 @@ def prune_and_compare(
 ) -> str | None:
     """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
 
-    Arguments and text are checked before the first evaluation.
+    Arguments and text are checked before the first evaluation. The scores are also recorded in
+    `evaluation.json`, in the directory of the pruned model.
 
     Args:
-        source: The arguments of the `CausalLM`, or of a `TextModel`, as the configuration says.
-        text: The arguments of the `TextDataModule`; a tenth of files is held out. Without files,
-            a causal language model is calibrated on text that it writes itself, and evaluated on
-            the source code of Python's standard library.
+        source: `model`, `dtype`, `gguf_file`, `revision` and `trust_remote_code`, as of `CausalLM`.
+        text: The arguments of the `TextDataModule`; `train_files` is required, and a tenth of these
+            files is held out. If it is `None`, a causal language model is calibrated on text that
+            it writes itself, and evaluated on the source code of Python's standard library.
         prune: The callback, with `save_dir`.
         conversions: The conversions of the pruned model to other formats.
         windows: The largest number of windows to evaluate on.
@@ -71,6 +72,10 @@ def prune_and_compare(
 
     Returns:
         The reason why the result is of no use, `None` if it may be useful.
+
+    Raises:
+        OptionError: The accelerator is missing, or a model that is not causal has no `train_files`.
+        FileExistsError: The output of the pruning, or of a conversion, exists.
     """
     require_accelerator(accelerator)
     data = _data(text)
@@ -118,7 +123,7 @@ def prune_and_compare(
 
 
 def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
-    """Load the model as the class that its configuration names."""
+    """Load a causal language model as a `CausalLM`, any other model as a `TextModel`."""
     hub = {key: source[key] for key in ("revision", "trust_remote_code")}
     location = located(source["model"], source["gguf_file"], source["revision"])
     if find_gguf(location) is not None or is_causal(load_config(location, **hub)):
@@ -153,7 +158,7 @@ _TOKENS_A_COLUMN = 32
 times as many lower the perplexity by 0.2 and 0.3% at 2:4, and not at 50%; see
 docs/self-calibration.md."""
 _LONGEST_TEXT = 512
-"""Tokens a window of a model without a limit: encoders are seldom given longer texts."""
+"""The longest default window of a `TextModel`: encoders are seldom given longer texts."""
 
 
 def _data(text: Mapping[str, Any]) -> TextDataModule:
@@ -232,7 +237,7 @@ class _Subject:
 
         Writing a window costs more than pruning with it, so that a small model writes fewer than
         the default of the `TextDataModule`, which is also the most, and the number for a model with
-        experts.
+        experts. The `num_samples` of `data` is set, too.
         """
         # An expert sees its router's share of the tokens, which no configuration bounds.
         if any(hasattr(module, "experts") for module in self.model.model.modules()):
@@ -271,7 +276,7 @@ class _Subject:
         return Size.of(self.model)
 
     def announcement(self) -> str:
-        """Return the expected time and memory, from the speed of the evaluation of before."""
+        """Return the expected time and memory, from the speed of the last evaluation."""
         device = self.trainer.strategy.root_device
         pruning = estimate(
             self.model.model,
@@ -308,7 +313,7 @@ class Conversion:
     options: Sequence[str]
 
     def check(self) -> None:
-        """Raise, before any work, for an output that the command would refuse afterwards."""
+        """Raise a `FileExistsError` if the output is there and not empty, without `--overwrite`."""
         is_file = self.out.suffix == ".gguf"
         is_there = self.out.exists() and (is_file or any(self.out.iterdir()))
         # The command would refuse it, too, but only after hours of pruning.
@@ -319,7 +324,7 @@ class Conversion:
             )
 
     def convert(self, directory: Path) -> "Size":
-        """Run the command, and return the size and the speed of its result."""
+        """Run the command; return the bytes of its files, and the speed on the CPU, if it runs."""
         command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
         if self.out.is_file():
             return Size(self.out.stat().st_size)
@@ -337,10 +342,10 @@ class Size:
     """The cost of storing and running a model.
 
     Attributes:
-        num_bytes: The bytes of the model's weights.
+        num_bytes: The bytes of the model's parameters or, of a converted model, of its files.
         ms_a_token: Milliseconds per generated token, for one text at a time, uncompiled: the least
-            of a few, since other work on the machine only adds to it. `None` if it cannot be
-            measured here.
+            of a few, since other work on the machine only adds to it. `None` if the model generates
+            no text, or does not run here.
     """
 
     num_bytes: int
@@ -408,7 +413,7 @@ class _HeldOut:
     def evaluate(
         self, name: str, model: CausalLM | TextModel, trainer: Trainer, console: Console
     ) -> Scores:
-        """Measure the perplexity of a model or, for a `TextModel`, the cosine of its outputs."""
+        """Measure the perplexity or, of a `TextModel`, the cosine with the first test's outputs."""
         console.print(f"Evaluating the {name} model on the {self.name} …")
         clock = _Clock()
         # The clock is a callback, so that setting up the trainer does not count as evaluation: the

@@ -10,7 +10,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Print the listing as a table, or as JSON.
 
     Raises:
-        TargetError: The files hold more blocks than the configuration makes.
+        TargetError: The files hold more blocks than the configuration makes. `make_pattern`,
+            `load_config` and `make_plan` raise more.
     """
     parser = _parser()
     options = parser.parse_args(args)

@@ -55,14 +55,15 @@ class Listing:
         model: The model as the user named it.
         model_class: The class of the model.
         pattern: The pattern of the pruning; `None` if not given.
-        quantization: The quantization of the checkpoint, `None` for a dense one. `predict` needs
-            dense weights.
-        blocks: Names and classes of the repeated blocks.
-        layers: The layers that would be pruned, in the order of the model.
-        skipped: The weights that would stay dense.
-        totals: Numbers of `layers`, of their `parameters`, of parameters `removed` by the pattern,
-            `model_parameters`, `fraction_of_model` (parameters / model_parameters), parameters in
-            `skipped` weights, and in `vectors` (norms, biases). Tied weights count once.
+        quantization: The method that quantized the checkpoint, `None` for a dense one. `predict`
+            needs dense weights.
+        blocks: The `name` and `class` of each repeated block.
+        layers: The layers that would be pruned, in the order of the blocks; then those outside.
+        skipped: The weights of two or more dimensions that would stay dense.
+        totals: Numbers of `layers`, of their `parameters`, of parameters `removed` by the pattern
+            (`None` without one), `model_parameters`, `fraction_of_model` (parameters /
+            model_parameters), parameters in `skipped` weights, and in `vectors` (norms, biases).
+            Tied weights count once.
         format_version: Raised when a key changes its meaning.
     """
 
@@ -78,7 +79,7 @@ class Listing:
 
 
 def listing_of(options: Namespace) -> Listing:
-    """Read the model of a command line, and list its layers."""
+    """Read the configuration of a command line's model, and list the layers of the model."""
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
@@ -157,7 +158,7 @@ def write_listing(listing: Listing, *, as_json: bool) -> None:
 
 
 def _print_tables(listing: Listing) -> None:
-    """Print the listing as tables; blocks that differ only in their numbers share a row."""
+    """Print the listing as tables; layers that differ only in their numbers share a row."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     classes = sorted({block["class"] for block in listing.blocks})
     blocks = counted(len(listing.blocks), "block")
@@ -182,7 +183,7 @@ def _print_tables(listing: Listing) -> None:
 
 
 def _left_out(model: nn.Module, plan: Plan) -> list[_LeftOut]:
-    """Return the skipped layers of the plan and all other weights of two or more dimensions."""
+    """Return the weights of two or more dimensions that the plan does not prune, with reasons."""
     # Parameters are compared by identity: experts share one, and a tied one has several names.
     pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
     pruned |= {id(layer.parameter) for layer in plan.outside}

@@ -44,9 +44,11 @@ GROUP = "mrp_lightning.commands"
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line; a user's mistake ends it with one line and status 2.
+    """Run the command of `args`, by default the command line of the process.
 
-    SIGTERM ends it with status 143, even where Lightning would return 0.
+    Raises:
+        SystemExit: With the status of `exit_on_mistake`, 0 after help, and 143 after SIGTERM, even
+            where Lightning would return 0.
     """
     words = sys.argv[1:] if args is None else args
     if args is None:  # a caller in Python has its own environment
@@ -64,7 +66,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(words: list[str], args: list[str] | None) -> None:
-    """Run the command of the first word, or print the list of commands."""
+    """Run the command of the first word, or print the list of commands or the version."""
     first = words[0] if words else ""
     if first in ("", "-h", "--help"):
         (sys.stdout if first else sys.stderr).write(_help())

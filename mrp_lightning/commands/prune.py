@@ -55,7 +55,7 @@ _DESCRIPTION = (
 
 
 def main(args: list[str]) -> None:
-    """Prune a model, and print what it cost.
+    """Prune a model, and print its quality, size and speed, or why it is of no use.
 
     Raises:
         OptionError: Options contradict each other or are missing; before anything is loaded.
@@ -171,7 +171,7 @@ def _default_out(options: Namespace, settings: "Settings") -> Path:
 
 
 def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool, name: str) -> str:
-    """Return the next steps with the pruned model of a name, causal or not, as commands."""
+    """Return the next steps as commands; the model's `name` decides the prompt."""
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
     kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"

@@ -11,7 +11,7 @@ from mrp_lightning.environment import extra
 
 
 def main(args: Sequence[str]) -> None:
-    """Write the page, and print its path."""
+    """Write the page, and print its path; errors are those of `find_runs` and `check_page`."""
     options = _parser().parse_args(args)
     # Imported late, since help and mistakes need not wait for torch.
     from mrp_lightning.experiments.runs import common_parent, find_runs

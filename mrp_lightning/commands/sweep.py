@@ -72,7 +72,8 @@ def read_sweep(args: list[str]) -> Sweep:
     """Read the sweep of a command line.
 
     Raises:
-        OptionError: A setting, a method or `only` is wrong.
+        OptionError: The command line or a file has a mistake, or the sweep is wrong.
+        MethodError: A method does not exist, or not with a setting.
     """
     parser = Parser(prog="mrp-lightning sweep", description=_DESCRIPTION)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")

@@ -27,7 +27,7 @@ from mrp_lightning.terminal import Console
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Evaluate, print a table, and write the results."""
+    """Evaluate, print a table, and write the results; `load_tasks` and `CausalLM` list errors."""
     parser = _parser()
     options = parser.parse_args(args)
     with parser.options_in_messages():
@@ -35,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _evaluate(options: Namespace) -> None:
-    """Run the tasks of a command line on its model."""
+    """Run the tasks of a command line on its model, then print and write the results."""
     # Imported late, since help and mistakes need not wait for torch, Lightning and transformers.
     from mrp_lightning.devices import device_named
 

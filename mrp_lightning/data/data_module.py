@@ -56,11 +56,11 @@ _SPLITS: dict[str, Split] = {
 class TextDataModule(LightningDataModule):
     """Token windows of equal length: published texts, a dataset, files, or the model's own text.
 
-    * `predict` draws windows that start at a random place of a random training document; if it ends
-      too soon, the next documents follow. `fit` shuffles consecutive windows of the training
-      documents; `validate` and `test` cut the evaluation text into consecutive windows, which do
-      not overlap; the last partial one is dropped. Without any text the source code of the running
-      Python's standard library is read, split by a hash of each file's path.
+    * `predict` draws each window at a random place of a random training document, to which the next
+      documents are joined if it is shorter than a window. `fit` shuffles consecutive windows of the
+      training documents; `validate` and `test` cut the evaluation text into consecutive windows,
+      which do not overlap; the last partial one is dropped. Without any text the source code of the
+      running Python's standard library is read, split by a hash of each file's path.
     * Published texts, which `calibration` and `evaluation` name, are read by the protocol of
       SparseGPT (lab/paper.md). `evaluation` gives a dictionary of dataloaders.
     * With `calibration="self"`, the model that `predict` runs writes the windows itself before it
@@ -110,7 +110,7 @@ class TextDataModule(LightningDataModule):
         FileNotFoundError: Files do not exist; the message lists all. Published texts are looked for
             in `setup`; the message then gives the commands that download them.
         OptionError: A value has the wrong type, a number is too small, two arguments give the same
-            text, or a published text is unknown.
+            text, a published text is unknown, or an argument lacks the text that it is about.
         DataError: In `setup` or when windows are made: there is no tokenizer, windows are longer
             than the model can read, or files hold too little text.
     """
@@ -181,7 +181,7 @@ class TextDataModule(LightningDataModule):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the argument, else that of the model that the trainer runs."""
+        """The tokenizer of the argument, else of the model that the trainer runs; or `None`."""
         # It is loaded at its first use, since a hub id may need a network. The model's own is not
         # stored, as a restored checkpoint may replace it.
         if isinstance(self._tokenizer, str | os.PathLike):
@@ -214,7 +214,7 @@ class TextDataModule(LightningDataModule):
             config: The configuration of the model.
 
         Raises:
-            DataError: Windows are longer than the model can read.
+            DataError: A `sequence_length` was given that is longer than the model can read.
         """
         limit = longest_sequence(config)
         if self._fits_model:
@@ -236,6 +236,7 @@ class TextDataModule(LightningDataModule):
 
         Raises:
             DataError: Windows are longer than the model can read, or the stage has no text.
+                `OwnText.writer` raises more.
             FileNotFoundError: Files of published texts are missing. The message gives the commands
                 that download them.
         """
@@ -321,11 +322,11 @@ class TextDataModule(LightningDataModule):
         return self._mixture().name
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the calibration windows, in the order in which they were drawn."""
+        """Return the `calibration_windows` in order, of several processes to each its share."""
         return self._loader(self.calibration_windows())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """All training windows, shuffled anew in every epoch."""
+        """Return the consecutive windows of the training text, shuffled anew in every epoch."""
         text = self._text("train")
         windows = self._cutter(text.bos).consecutive("train", text.documents("train"))
         # A generator of its own: the order depends on `seed` alone, not on random numbers that were
@@ -334,11 +335,11 @@ class TextDataModule(LightningDataModule):
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """Return the windows of the validation split, or of each named text."""
+        """Return the windows of the validation split, or the test texts of `evaluation` by name."""
         return self._evaluation_loaders("validation")
 
     def test_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """Return the windows of the test split, or of each named text."""
+        """Return the windows of the test split, or the test texts of `evaluation` by name."""
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
@@ -358,25 +359,28 @@ class TextDataModule(LightningDataModule):
         shorter windows, with a warning.
 
         Raises:
-            DataError: A text is too short for a window, or its windows are shorter than those of
-                other texts; or with `calibration="self"` no trainer runs the model, or the model's
-                text is degenerate.
+            DataError: There is no text or no tokenizer; a text is too short for a window, its
+                windows are shorter than those of other texts, or its share is less than a window;
+                or with `calibration="self"` no trainer runs the model, or the model's text is
+                degenerate. `OwnText.draw` raises more.
         """
         return self._mixture().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
     def evaluation_windows(self, split: Split) -> Tensor:
-        """Return consecutive windows of a split's joined text, (windows, sequence_length), int64.
+        """Return consecutive windows of the joined `documents`, (windows, sequence_length), int64.
+
+        A text that is shorter than a window gives a single shorter one, with a warning.
 
         Args:
             split: Name of the split: train, validation or test.
 
         Raises:
-            DataError: There is no such split, or its text is too short for a window.
+            DataError: As of `documents`; or there is no tokenizer, or fewer than eight tokens.
         """
         return self.windows(split).ids
 
     def windows(self, split: Split, limit: int | None = None) -> Windows:
-        """Return the windows of `evaluation_windows` with their prefix, at most `limit` of them."""
+        """Return `evaluation_windows` as a dataset, at most `limit` of them (`None`: all)."""
         text = self._text(split)
         return text.windows(self._cutter(text.bos), split, limit)
 
@@ -387,7 +391,8 @@ class TextDataModule(LightningDataModule):
             split: Name of the split: train, validation or test.
 
         Raises:
-            DataError: The source has no such split, or it is empty.
+            DataError: The source has no such split, or it is empty; or the text is named, by
+                `evaluation` or by a published `calibration`.
         """
         return self._text(split).documents(split)
 

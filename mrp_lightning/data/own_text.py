@@ -53,9 +53,9 @@ _FILE = re.compile(r"windows-([0-9]{1,9})-([0-9]{1,9})\.safetensors")
 _RULE = 1
 """The version of the sampling code, raised when the same `Sampling` gives other windows."""
 _LONGEST = 256
-"""Tokens of a piece: the longer a model writes, the farther it drifts from its training text."""
+"""The most tokens of a piece: a model that writes on drifts away from its training text."""
 _TIMED_TOKENS = 16
-"""Number of tokens of a batch after which the time of all batches is estimated."""
+"""Number of tokens of each window of the first batch after which the time is estimated."""
 _MEASURED_TOKENS = 3
 """Number of tokens written to measure the time of one; the first includes set-up."""
 
@@ -85,8 +85,8 @@ class OwnText:
         """Return the trainer's language model.
 
         Raises:
-            DataError: There is no trainer.
-            TargetError: The model is no causal language model.
+            DataError: There is no trainer, or it runs no module.
+            TargetError: There is not one Hugging Face model, or it is no causal language model.
             OptionError: The model is streamed from files, block by block.
         """
         module = None if self._trainer is None else self._trainer.lightning_module
@@ -105,10 +105,11 @@ class OwnText:
         return require_writer(models[0] if len(models) == 1 else None)
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Return windows (count, length), int64; all processes must call this, and get the same.
+        """Return windows (count, length), int64, on the CPU: the same in all processes; collective.
 
         Raises:
-            DataError: The model's text is degenerate.
+            DataError: The model's text is degenerate or not finite. `writer` raises more.
+            OSError: Windows cannot be stored.
             Interrupted: SIGTERM came.
         """
         model, trainer = self.writer(), self._trainer
@@ -127,7 +128,7 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
     """Estimate the cost of `OwnText.draw` in one process, by writing a few tokens of a batch.
 
     The model must be on the device where it will write. The estimate is a little low, since later
-    tokens attend to more tokens.
+    tokens attend to more tokens. `require_writer` and `write` list the errors.
     """
     pieces, sampling = _pieces(require_writer(model), cutter, seed)
     # The batch has its full number of windows, and only its length is cut: the time of a token
@@ -170,7 +171,7 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
 
 
 def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> Path | None:
-    """Return the directory of stored windows, `None` if the run saves none (collective)."""
+    """Return the directory of stored windows, `None` if the run stores none; a collective call."""
     directories = [callback.output_directory for callback in callbacks_that_prune(trainer)]
     run = next((directory for directory in directories if directory is not None), None)
     if run is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -185,7 +186,7 @@ def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> 
 
 
 def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, Tensor]]) -> str:
-    """Return the hash of a sampling and a model (configuration and tensors), a directory's name."""
+    """Return a directory's name: 16 hex digits of the hash of a sampling and a model."""
     # All that decides the tokens: windows are used again only by runs that would write the same
     # ones. Their number is left out, as window n depends on the seed and n alone.
     about = {
@@ -284,7 +285,7 @@ def write_together(
         The token ids (count, length), int64, the same in all processes.
 
     Raises:
-        DataError: The model's text is degenerate.
+        DataError: The model's text is degenerate, or its logits are not finite.
         OSError: A batch cannot be stored.
     """
     length = sampling.length
@@ -343,7 +344,7 @@ def _keep(directory: Path, windows: range, written: Tensor) -> None:
 
 
 def _batches(windows: list[int], batch_size: int, processes: int) -> list[range]:
-    """Split consecutive windows into batches of about equal size, as many for each process."""
+    """Split sorted numbers into ranges of about equal size; without gaps, as many a process."""
     # The number of rounds is that of full batches; the windows are then spread evenly over them,
     # since a round takes as long as its largest batch. A gap in the numbers ends a batch, because a
     # file is named by a range.
@@ -361,7 +362,7 @@ def _batches(windows: list[int], batch_size: int, processes: int) -> list[range]
 def _write(
     model: PreTrainedModel, sampling: Sampling, windows: range, report: Callable[[int], None]
 ) -> Tensor:
-    """Generate a batch, in halves if memory does not suffice, and report the tokens so far."""
+    """Generate a batch, in halves if memory does not suffice, and report the tokens of each."""
     try:
         return write(model, sampling, windows, lambda length: report(len(windows) * length))
     except (MemoryError, RuntimeError) as error:

@@ -41,14 +41,14 @@ _COPIES_OF_LOGITS = 6  # float32 temporaries (windows, vocabulary) while a token
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The draws of a model's text: the same sampling gives the same windows.
+    """The draws of a model's text: the same sampling of the same model gives the same windows.
 
     Attributes:
         length: Tokens a window, the first ones included.
         seed: The seed of all random numbers.
         prefix: The tokens (tokens,) that each window begins with, int64. If it is empty, the first
             token is drawn uniformly from `first`.
-        first: The first tokens (tokens,) of windows without a prefix, int64.
+        first: The candidates (tokens,) for the first token of a window without a prefix, int64.
     """
 
     length: int
@@ -230,7 +230,7 @@ def _generate(
 
 
 def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: int) -> bool:
-    """Return whether one forward over a whole window, without a cache, draws the same tokens."""
+    """Return whether one forward, without a cache, draws most of the first tokens again."""
     read = written[:, : start + _CHECKED]
     logits = model(read, use_cache=False).logits[0, start - 1 : -1]
     upper, tokens = _cumulative(logits), read[0, start:, None]
@@ -282,7 +282,7 @@ def require_writer(model: Any) -> PreTrainedModel:
 
 
 def windows_at_once(model: PreTrainedModel, length: int) -> int:
-    """Return the number of windows of a length that the device's memory holds, at most 64.
+    """Return the number of windows of a length that the device's memory holds, from 1 to 64.
 
     They take at most half of a GPU's free memory, or a quarter of a machine's memory.
     """

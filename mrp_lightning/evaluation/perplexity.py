@@ -73,13 +73,16 @@ class MeanLoss(Metric):
         self.add_state("context", torch.tensor(0), dist_reduce_fx="max")
 
     def update(self, losses: Tensor, predicted: Tensor) -> None:
-        """Count the windows of a batch; see `token_losses` for the arguments."""
+        """Add the windows of a batch.
+
+        `losses` and `predicted`, (batch, length − 1) each, are what `token_losses` returns.
+        """
         self.sums.append(losses.detach().sum(1))
         self.counts.append(predicted.sum(1))
         self.context = self.context.clamp(min=losses.shape[1] + 1)
 
     def compute(self) -> Tensor:
-        """Return the mean in nats a token; NaN if no token was predicted."""
+        """Return the mean in nats a token, float64 on the CPU; NaN if no token was predicted."""
         # Σ losses / Σ tokens, not a mean of means: padded windows have fewer tokens. float64 on the
         # CPU, since some devices have none.
         return dim_zero_cat(self.sums).cpu().double().sum() / dim_zero_cat(self.counts).cpu().sum()
@@ -89,11 +92,11 @@ class Perplexity(MeanLoss):
     """The exponential of `MeanLoss`."""
 
     def compute(self) -> Tensor:
-        """Return the perplexity, at least 1; infinite if it exceeds the range of floats."""
+        """Return the perplexity; infinite beyond the range of floats, NaN without predictions."""
         return super().compute().exp()
 
     def figures(self) -> dict[str, float | int]:
-        """Return the perplexity and its conditions, such as the context, for `evaluation.json`."""
+        """Return an entry of `Evaluation.perplexity` over all processes, which all call this."""
         with self.sync_context():
             # Inside the context the states are those of all processes, so that windows and tokens
             # are counted over the same data as the loss.
@@ -110,7 +113,11 @@ class Perplexity(MeanLoss):
 class Perplexities:
     """Metrics of the texts of a `test` or `validate` run, from its dataloaders.
 
-    A single text without a name is called "text"; several without names are numbered.
+    A single text without a name is called "text"; several without names are numbered from 0.
+
+    Args:
+        loaders: The dataloaders: one, a sequence of them, or a mapping by name.
+        device: The device of the metrics; `None` for the CPU.
     """
 
     def __init__(self, loaders: Any = None, device: torch.device | None = None) -> None:
@@ -122,16 +129,17 @@ class Perplexities:
         self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in named]
 
     def logged(self, index: int) -> dict[str, MeanLoss]:
-        """Return the metrics of one text by their logged names: `loss`, or `loss/c4` if several."""
+        """Return `loss` and `perplexity` of one text by logged name; of several, `loss/c4` etc."""
         suffix = f"/{self.names[index]}" if len(self.names) > 1 else ""
         loss, perplexity = self._metrics[index]
         return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
 
     def figures(self) -> dict[str, dict[str, float | int]]:
-        """Return the perplexity and its conditions, such as the context, for `evaluation.json`.
+        """Return the `figures` of each text that had a batch, by name.
 
-        Those of `Windows` have the `prefix`, too: the number of tokens before each, not counted;
-        and the `checksum` (CRC-32) of the tokens, which distinguishes texts of one name.
+        A text of `Windows` also has the `prefix`, the number of tokens before each window, which
+        are not counted, and the `checksum` (CRC-32) of the windows' tokens, which distinguishes
+        texts of one name.
         """
         figures = {}
         for name, (_, metric), data in zip(self.names, self._metrics, self._data, strict=True):

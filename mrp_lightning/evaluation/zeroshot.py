@@ -66,14 +66,14 @@ def load_tasks(
 
     Args:
         names: Names of tasks or groups; `*` and `?` are wildcards.
-        include_path: A directory with YAML files of more tasks, which take precedence over lm-
-            eval's.
+        include_path: A directory with YAML files of more tasks, which take precedence over those of
+            lm-eval.
         num_fewshot: Number of solved examples in each prompt, unless a task fixes it to 0.
 
     Raises:
         DependencyError: lm-eval is not installed.
         MissingFileError: `include_path` is no directory.
-        OptionError: There are no tasks of these names; the nearest names are listed.
+        OptionError: A name matches no task; the nearest names are listed.
         DataError: Data sets cannot be read; the message lists all of them.
     """
     _require_lm_eval()
@@ -140,7 +140,7 @@ def evaluate(
 
     Args:
         model: A causal language model.
-        tokenizer: The tokenizer of the model; `None` raises.
+        tokenizer: The tokenizer of the model; `None` raises a DataError.
         tasks: The result of `load_tasks`.
         batch_size: Requests a batch, or `auto` for as many as fit. It affects only rounding.
         limit: The number of samples of each task, `None` for all.

@@ -21,7 +21,7 @@ _NO_LABEL = ("method", "pattern", "sparsity", "bits", "walk")
 """Keys of a report's configuration that the setting includes, or that a run adds by itself."""
 
 _ROUNDING = 2e-3
-"""Relative: perplexities of one model that differ by other threads, kernels or devices."""
+"""The largest relative difference of one model's perplexities between threads, kernels, devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,8 @@ class ModelRuns:
 
     Attributes:
         name: The name of the model.
-        dense: The evaluation of the dense model, if there is one.
+        dense: The run of the dense model, or a stand-in with the scores that pruned runs recorded
+            of it; `None` without either.
         groups: The pruned runs, in the order of the runs.
         doubts: Ambiguities of the directories, each a sentence.
     """
@@ -110,6 +111,7 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
     The dense run of a pruned run is the one next to it, or the nearest one in a directory above.
     Without dense runs, models are distinguished by their directories. The runs of a sweep name
     their model. Runs that were evaluated on different texts or tasks of one name are not compared.
+    Dense runs without a pruned one come last, each as a model.
     """
     dense = [run for run in runs if run.report is None]
     nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
@@ -168,7 +170,7 @@ def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
 
 
 def _with_different_names(models: Sequence[ModelRuns]) -> Iterator[ModelRuns]:
-    """Yield models, those of one name with their first directory in it."""
+    """Yield models; to a name that several have, that of the model's first run is added."""
     names = Counter(model.name for model in models)
     for model in models:
         alone = names[model.name] == 1 or not model.groups
@@ -198,7 +200,7 @@ def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
 
 
 def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
-    """Return whether layers that a run and the cluster share have equal shapes, and texts agree."""
+    """Return whether a run is of a cluster's model: by name in sweeps, else by texts and layers."""
     if run.finished and cluster[0].finished:
         return run.trial.model == cluster[0].trial.model
     if not all(_same_texts(run, other) for other in cluster):
@@ -213,7 +215,7 @@ def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
 
 
 def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
-    """Return whether texts and tasks of one name have one content, and the dense model one loss.
+    """Return whether texts and tasks of one name have one content and the same dense perplexity.
 
     Two finetunings of one model have equal shapes, and two files called test.txt one name.
     """

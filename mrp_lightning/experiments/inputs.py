@@ -18,7 +18,7 @@ _BESIDE_WEIGHTS = ("config.json", "*token*", "vocab*", "merges.txt", "*.model", 
 
 
 def digests(config: Any, *, prunes: bool) -> dict[str, str]:
-    """Return the SHA-256 of the files of the model, its tokenizer, and the texts that a run reads.
+    """Return a SHA-256 by input (`the model`, `the tokenizer`, `the evaluation text`, …) of a run.
 
     Inputs without files on this machine are left out: texts of the hub, whose revision is fixed, a
     text that the model writes, and files that do not exist (any more).
@@ -48,7 +48,7 @@ def digests(config: Any, *, prunes: bool) -> dict[str, str]:
 
 
 def changes(recorded: Mapping[str, str], present: Mapping[str, str]) -> str:
-    """Describe which inputs have other content than a run recorded; "" if none has."""
+    """Describe which inputs, of those present, have other content than recorded; "" if none has."""
     changed = [name for name, digest in recorded.items() if present.get(name, digest) != digest]
     return f"other files of {' and '.join(changed)}" if changed else ""
 
@@ -60,7 +60,7 @@ def _model_files(options: Any) -> list[Path]:
         options: The options `model`, `gguf_file` and `revision` of a `CausalLM`.
 
     Raises:
-        FileNotFoundError: There is no such model.
+        FileNotFoundError: There is no such GGUF file. A missing directory has no files.
         FormatError: An index of weights is damaged.
         OptionError: The name is empty, or stands for several GGUF files.
     """

@@ -1,4 +1,4 @@
-"""The parts of a page about layers and blocks: their losses and costs in all runs."""
+"""Parts of a page about layers and blocks: losses and errors of all runs, a table of blocks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -94,7 +94,7 @@ class Layers:
         self._blocks, self._kinds = _in_order(ordered["block"]), list(short.values())
 
     def loss_part(self) -> Part | None:
-        """Return the losses by block and kind of layer, and the largest ones of a single group."""
+        """Return losses by block and kind, the largest of a single group; `None` without losses."""
         losses = _held(self._pruned, _LOSS)
         if losses.empty:
             return None
@@ -111,7 +111,7 @@ class Layers:
         return Part("Where it lost", _LOSS_TEXT, [table], [*pictures, *maps])
 
     def block_part(self) -> Part | None:
-        """Return the blocks of the first run of each group; `None` if none was reported."""
+        """Return the blocks of each group's first run, and all errors; `None` without blocks."""
         table = self._of_blocks
         if table.empty:
             return None
@@ -130,7 +130,7 @@ class Layers:
         return Part("Blocks", _ERROR_TEXT, pictures=pictures, folds=[inner], folded=True)
 
     def _by_block(self, quantity: _Quantity, rows: pd.DataFrame) -> Iterator[Picture]:
-        """Draw a line for each group over the blocks, with a band over its runs."""
+        """Yield a picture for each setting: a line for each group, with a band over its runs."""
         if len(self._blocks) < 2:
             return
         of_layers = "" if quantity == _ERROR else ": mean over its layers"
@@ -150,7 +150,7 @@ class Layers:
             yield draw_lines(name, caption, mean, self._methods, quantity.scale, band=band)
 
     def _by_kind(self, losses: pd.DataFrame) -> Iterator[Picture]:
-        """Draw a line for each group over the kinds of layers."""
+        """Yield a picture for each setting: a line for each group over the kinds of layers."""
         by_kind = losses.groupby(["setting", "kind", "label"], sort=False)[_LOSS.key]
         for setting, values in by_kind.mean().groupby(level="setting", sort=False):
             lines = values.droplevel("setting").unstack(sort=False)
@@ -185,7 +185,7 @@ class Layers:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return each name by the shortest suffix, in whole parts, that no other name ends with."""
+    """Map each name to its shortest suffix of whole parts that ends no other name, else itself."""
     short = {}
     for name in names:
         parts = name.split(".")
@@ -206,7 +206,7 @@ def _kind(layer: LayerReport) -> str:
 
 
 def _in_order(blocks: Iterable[Any]) -> list[str]:
-    """Return block names by list, in the order of their first blocks; "" (no block) comes last."""
+    """Return the distinct block names, sorted by list and number; "" (no block) comes last."""
     numbered = {block: stack_and_number(block) for block in dict.fromkeys(blocks)}
     stacks = [stack for stack, _ in numbered.values()]
     return sorted(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 
 Write = Callable[[float | None], str]
-"""A function that formats a number; `None` means missing, and infinity any non-finite value."""
+"""A function that formats a number: `None` as `MISSING`, and NaN and infinities as "not finite"."""
 
 MISSING = "–"
 

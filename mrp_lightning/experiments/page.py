@@ -99,9 +99,13 @@ class _NextStep(NamedTuple):
 def make_page(
     runs: Sequence[RunDirectory], name: str, title: str | None = None, *, command: str = ""
 ) -> Page:
-    """Return the HTML page about runs; `name` names them all, and `command` makes the page again.
+    """Return the HTML page about runs.
 
-    The default title names the model, the sparsities and the methods.
+    Args:
+        runs: The runs, at least one.
+        name: The name of the archive of raw data, and in the default title of several models.
+        title: The title; by default it names the model, the sparsities and the methods.
+        command: The command that makes the page again, which the page shows.
     """
     models = find_models(runs)
     sections: list[dict[str, Any]] = []
@@ -145,11 +149,14 @@ def make_page(
 
 
 def check_page(out: Path, *, overwrite: bool = False) -> None:
-    """Raise if files would be replaced that this command did not write.
+    """Raise if files would be replaced that this package did not write.
+
+    With `overwrite`, the page may replace any file, but the pictures may not.
 
     Raises:
-        FileExistsError: `out` is a directory, or a file that this command did not write or that was
+        FileExistsError: `out` is a directory, or a file that this package did not write or that was
             changed; or the pictures would replace a directory with such files.
+        PermissionError: The directory of the pictures cannot be created or replaced.
     """
     check_output_dir(pictures_directory(out), overwrite=True, argument="--out")
     if not overwrite or out.is_dir():
@@ -162,7 +169,7 @@ def pictures_directory(out: Path) -> Path:
 
 
 def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
-    """Write a page and its pictures as PNG files.
+    """Write a page and its pictures as PNG files, in place of all earlier pictures.
 
     Raises:
         FileExistsError: See `check_page`.
@@ -223,7 +230,10 @@ def _title_of(model: ModelRuns) -> str:
 
 
 def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
-    """Yield all values of a single group, or the best perplexity (else loss) of each setting."""
+    """Yield the values of a single group, or the best perplexity (else loss) of each setting.
+
+    Without groups they are the perplexities of the dense model.
+    """
     model = frame.model
     texts = [score for score in frame.scores if score.is_perplexity]
     if len(model.originals) == 1:
@@ -497,7 +507,7 @@ def _zipped(runs: Sequence[RunDirectory]) -> bytes:
 
 
 def _read(name: str) -> str:
-    """Return the text of a template."""
+    """Return the text of a file of this package, a template or a style sheet."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 

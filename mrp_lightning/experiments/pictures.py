@@ -82,7 +82,7 @@ class Part:
 
     @property
     def all_pictures(self) -> list[Picture]:
-        """Every picture, including those of folded parts."""
+        """The pictures of the part and of its `folds`, but not of folds inside these."""
         return [*self.pictures, *(picture for fold in self.folds for picture in fold.pictures)]
 
 
@@ -95,7 +95,7 @@ class Scale(NamedTuple):
 
 
 def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
-    """Draw a picture; `words` describe it, after the caption."""
+    """Return a picture of the figure that `draw` makes; its `alt` is the caption and `words`."""
     alt = f"{caption} {words}"
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE):
         # A name in a script that matplotlib's font lacks is still shown in the SVG.
@@ -200,7 +200,7 @@ def draw_lines(
 
 
 def common_scale(tables: Sequence[pd.DataFrame]) -> Normalize:
-    """Return a logarithmic scale over all values, or a linear one from 0 if one is 0."""
+    """Return a logarithmic scale over all values; linear from 0 if one is 0, or all are equal."""
     values = [x for table in tables for x in table.stack().dropna()]
     low, high = min(values, default=0.0), max(values, default=0.0)
     # LogNorm needs 0 < low < high; a table of zeros or of one value would have an empty scale.
@@ -217,7 +217,8 @@ def draw_map(
 ) -> Picture:
     """Draw a map of kinds of layers (rows) by blocks (columns), coloured by value.
 
-    A cell without a value is NaN; cells of layers that stayed `dense` are hatched.
+    A cell without a value is NaN; at least one has a value. `dense`, bool of the same shape, marks
+    layers that stayed dense: their cells without a value are hatched.
     """
     blocks = list(cells.columns)
     hatched = np.argwhere(dense.to_numpy() & cells.isna().to_numpy())
@@ -348,7 +349,7 @@ def _set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
 
 
 def stack_and_number(block: str) -> tuple[str, int | None]:
-    """Return the name of the list that a block is in, and its index, `None` outside lists."""
+    """Return the list that a block is in, and its index; outside lists, the block and `None`."""
     stack, _, number = block.rpartition(".")
     return (stack, int(number)) if number.isdecimal() and len(number) < 10 else (block, None)
 
@@ -368,7 +369,7 @@ def set_name_axis(axes: Axes, names: Sequence[str]) -> None:
 
 
 def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: bool = True) -> None:
-    """Let an axis start at 0, or make it logarithmic for a wide range of values."""
+    """Make an axis ("x" or "y") logarithmic for a wide range, else linear, from 0 if `zero`."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     # A logarithmic axis needs positive values. On a linear one, a wide range would press all but
     # the largest values onto 0.

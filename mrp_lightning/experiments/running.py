@@ -59,7 +59,7 @@ class RunConfiguration(PruningCLI):
             super().__init__([f"--config={file.absolute}" for file in files], run=False)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the files with required keys taken from the options, then all of it again."""
+        """Parse the files, with missing required keys from the options; set these, parse again."""
         assert isinstance(parser, Parser)
         parser.defaults_given = [
             Argument(key.replace(".init_args", ""), str(value))
@@ -87,7 +87,7 @@ class RunConfiguration(PruningCLI):
         return dict(_flat(_nested(self.parser, self.config)))
 
     def difference(self, earlier: Mapping[str, Any]) -> str:
-        """Describe how this configuration differs from an earlier result of `described`."""
+        """Describe how this configuration differs from an earlier `described()`; "" if equal."""
         return "; ".join(differences(earlier, self.described(), self._defaults))
 
     def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
@@ -124,6 +124,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         OptionError: A finished run is of another configuration, or cannot be evaluated any more.
         FileNotFoundError: A text that a run would read is not there.
         FileExistsError: A file is in the way of the directory of a run, or would be lost with it.
+        FormatError: A finished run lacks its report or evaluation, or one of these is damaged.
     """
     # 1. The configuration of the sweep itself, without reading a run.
     # 2. Finished runs, which must be of this configuration, or their scores are not comparable.
@@ -199,8 +200,12 @@ def comparable_runs(sweep: Sweep, console: Console) -> list[RunDirectory]:
 def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
     """Prune and evaluate one model, and write the results into the directory of its run.
 
-    These are `pruning_report.json`, `evaluation.json`, and at last `run.json`. A journal is kept
-    next to it until all is written, and resumed. `tasks` are evaluated in addition to perplexity.
+    The results are `pruning_report.json`, `evaluation.json`, and at last `run.json`. A journal is
+    kept next to the directory until all is written, and resumed. `tasks` are evaluated in addition
+    to perplexity.
+
+    Raises:
+        DataError: `test` measured no perplexity.
     """
     cli, directory = configure(trial, sweep), sweep.directory(trial)
     config, inputs = cli.described(), digests(cli.config, prunes=trial.method is not None)

@@ -26,7 +26,7 @@ TRIAL = "run.json"
 _EXPORT = "export_report.json"
 _FORMAT_VERSION = 1
 CALIBRATION = {"calibration": "source", "sequence_length": "sequence_length", "bos": "bos"}
-"""Arguments of the calibration text, by name: the keys in the provenance of a report."""
+"""Names of arguments of the calibration text, with their keys in `data` of the provenance."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class FinishedTrial:
         trial: The trial of the sweep.
         machine: A description of the machine of the run.
         config: The configuration by dotted key, defaults included.
-        inputs: Digests of the files that the run read, by what they are; see `inputs.digests`. None
-            in a file that an earlier version wrote.
+        inputs: Digests of the files that the run read, by input; see `inputs.digests`. Empty in a
+            file that an earlier version wrote.
     """
 
     trial: Trial
@@ -81,17 +81,17 @@ class _TrialContent:
 
 @dataclass(frozen=True, eq=False)
 class RunDirectory:
-    """A directory with `pruning_report.json`, `evaluation.json`, or both.
+    """A directory with `pruning_report.json`, `evaluation.json`, or both; or a journal.
 
     Attributes:
         directory: The path of the directory.
-        name: The path relative to the searched directory.
+        name: The name for a reader: the path relative to the searched directory or the sweep's.
         report: The report of the pruning; `None` for a dense model.
         evaluation: The scores of the model; empty if nothing was measured.
         finished: The content of `run.json`, if a sweep made the run.
         exported: The format of the weights in `export_report.json`, if there is one.
         weight_bytes: Size of the safetensors files in bytes; `None` if there are none.
-        files: The content of the files, by name.
+        files: The bytes of the report and the evaluation, as far as they exist, by file name.
         unfinished: The progress of an unfinished run with a journal, `None` for all others.
     """
 
@@ -133,7 +133,7 @@ class RunDirectory:
 
     @property
     def complete(self) -> bool:
-        """Whether the pruning finished."""
+        """Whether the pruning finished; true of a dense model."""
         return self.report is None or self.report.complete
 
 
@@ -152,7 +152,7 @@ def find_runs(*roots: Path) -> list[RunDirectory]:
     single root are added.
 
     Raises:
-        FileNotFoundError: There are no runs.
+        FileNotFoundError: One of the directories does not exist, or holds no run.
         FormatError: A file of a run is damaged, or of a newer version of mrp-lightning.
         OptionError: One of several directories belongs to an unfinished run.
     """

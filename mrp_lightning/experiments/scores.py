@@ -94,8 +94,8 @@ def named(text: str) -> str:
 def scores_of(run: RunDirectory) -> Iterator[dict[str, Any]]:
     """Yield the `score`s of a run, each with its `value`, standard `error` and `detail`.
 
-    Non-finite values are infinite, and fractions are in percent. `detail` describes the
-    measurement.
+    Non-finite values are infinite, unknown errors NaN, and fractions in percent. `detail` describes
+    the measurement.
     """
     for text, entry in run.evaluation.perplexity.items():
         if "perplexity" in entry:
@@ -155,7 +155,8 @@ class ScoreFrame:
         model: The model.
         means: The mean over the runs of each (setting, label), by score; infinite if a value is
             infinite, NaN if there is none.
-        texts: The formatted means ± deviations, indexed like `means`; empty if there is none.
+        texts: The formatted means of finite values ± standard deviation (± standard error of a
+            single run), indexed like `means`; empty if there is none.
     """
 
     def __init__(self, model: ModelRuns) -> None:
@@ -206,7 +207,7 @@ class ScoreFrame:
 
 
 def deviation(values: pd.Series) -> float | None:
-    """Return the standard deviation of a sample; `None` if it is not defined."""
+    """Return the sample standard deviation; `None` of fewer than two or of non-finite values."""
     return float(values.std()) if len(values) > 1 and np.isfinite(values).all() else None
 
 
@@ -343,7 +344,7 @@ def check_tables(directory: Path) -> None:
 
 
 def write_tables(models: Sequence[ModelRuns], directory: Path) -> str:
-    """Write `results.csv`, `results.json` and `results.md`, and return the text of the last."""
+    """Write `results.{csv,json,md}`, unless `check_tables` raises; return the text of the last."""
     check_tables(directory)
     frames = [ScoreFrame(model) for model in models]
     rows = [row for frame in frames for row in _score_rows(frame)]

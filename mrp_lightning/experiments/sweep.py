@@ -68,7 +68,9 @@ class Sweep:
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
 
     Raises:
-        OptionError: A setting does not exist, nothing is left to do, or two trials have one name.
+        OptionError: An argument is empty or malformed, a setting does not exist, `only` matches no
+            run, or two trials have one name.
+        PatternError: A setting's numbers are out of range, or a block size splits its groups.
         MethodError: A method does not exist, or not with a setting.
     """
 

@@ -58,7 +58,7 @@ _BLOCK = re.compile(
 
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
-    """Return the path of the journal of a run that writes a directory."""
+    """Return the path of the journal of a run into `save_dir`: `.NAME.partial` next to it."""
     return hidden_sibling(output_path(save_dir).resolve(), ".partial")
 
 
@@ -67,7 +67,7 @@ def require_free(save_dir: str | PathLike[str]) -> None:
 
     Raises:
         JournalError: Another process holds it.
-        SaveError: Something else exists at the path of the lock.
+        SaveError: The lock cannot be taken: something else is at its path, or it is not writable.
     """
     path = journal_path(save_dir)
     # Without a lock file nobody holds the journal, and there may be no directory to lock yet.
@@ -110,7 +110,7 @@ def hold(path: Path) -> FileLock:
 
 
 def remove(path: Path, lock: FileLock) -> None:
-    """Delete the files that a journal wrote, unless another process has its lock."""
+    """Delete a journal's files, and its directory if nothing else is in it, unless it is locked."""
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
         empty(path)
@@ -125,7 +125,7 @@ def remove(path: Path, lock: FileLock) -> None:
 
 
 def empty(path: Path) -> None:
-    """Delete the files of a journal."""
+    """Delete the files of a journal but its lock, which must be held."""
     blocks = _blocks(path)
     (path / NAME).unlink(missing_ok=True)  # first: blocks count only if the manifest names them
     # Invariant: no manifest on the disk names a deleted file. After a power failure in between,
@@ -171,7 +171,7 @@ def _blocks(path: Path) -> list[Path]:
 
 
 def _is_temporary(file: Path) -> bool:
-    """Return whether safetensors, which renames a file when it is whole, left it unfinished."""
+    """Return whether a file is an unfinished one of safetensors, which renames it once complete."""
     if not _TEMPORARY.fullmatch(file.name) or file.is_symlink() or not file.is_file():
         return False
     with file.open("rb") as content:
@@ -181,7 +181,7 @@ def _is_temporary(file: Path) -> bool:
 
 
 def _is_blank(file: Path) -> bool:
-    """Return whether a file is empty or begins with zeros alone."""
+    """Return whether a file is empty, or its first `_BLANK_BYTES` bytes are zeros."""
     with file.open("rb") as content:
         return not any(content.read(_BLANK_BYTES))
 
@@ -189,8 +189,8 @@ def _is_blank(file: Path) -> bool:
 class Journal(AbstractContextManager["Journal"]):
     """The journal of one run, locked from `Journal.open` until `close`.
 
-    It is on the disk of process 0. All processes call `in`, `read`, `restore` and `write` in the
-    same order.
+    The files are on the disk of process 0. All processes call `in`, `read`, `restore`, `write` and
+    `kept` in the same order.
 
     Attributes:
         path: The directory of the journal.
@@ -232,7 +232,7 @@ class Journal(AbstractContextManager["Journal"]):
         Args:
             save_dir: The directory that the run will write.
             fingerprint: The facts that decide the result.
-            resume: Whether an existing journal is resumed. Otherwise it is removed.
+            resume: Whether an existing journal is resumed. Otherwise a new one replaces it.
             about: Facts about the run for its report; see `Manifest`.
             defaults: The defaults of settings, by name: a journal from before a setting existed
                 counts as one with its default.
@@ -241,9 +241,11 @@ class Journal(AbstractContextManager["Journal"]):
                 of the checkpoint, and are read from here once they are written.
 
         Raises:
-            JournalError: A live process holds the journal; or the journal has blocks, and is
-                damaged or of another run. The message names all differences.
-            SaveError: The journal cannot be written, or other files have the names of its files.
+            JournalError: A live process holds the journal; its manifest is damaged, and it has
+                blocks; or it is of another run, and has blocks or differs in the weights of the
+                model. The message names all differences.
+            SaveError: The journal cannot be written, is a link, or other files have the names of
+                its files.
         """
         path = journal_path(save_dir)
         # Only process 0 reads the disk; the others receive the manifest, at the end below.
@@ -271,13 +273,16 @@ class Journal(AbstractContextManager["Journal"]):
         return journal
 
     def __contains__(self, step: int) -> bool:
-        """Return whether a step is done and its shard is undamaged."""
+        """Return whether a step is done and its files are undamaged, the same in all processes."""
         # Process 0 decides for all: the manifests of the others are as old as the opening.
         is_whole = step in self.manifest.shards and step not in self._damaged
         return bool(self._processes.all(is_whole)[0])
 
     def read(self, step: int) -> BlockResult | None:
-        """Read the result of a step, `None` if the step is not done."""
+        """Read the result of a step, `None` if the step is not done or its files are damaged.
+
+        Weights are on the CPU; with several processes, on the device of `Processes`.
+        """
         if step not in self:
             return None
         result = None if self._processes.rank else self._load(step)
@@ -305,8 +310,10 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> BlockResult | None:
         """Write the result of a step into its layers; see `BlockResult.restore`.
 
+        A streamed block is read from its shard from then on.
+
         Returns:
-            The result, `None` if the step is not done.
+            The result, `None` if the step is not done or its files are damaged.
         """
         result = self.read(step)
         streamed = self._streamed
@@ -330,7 +337,9 @@ class Journal(AbstractContextManager["Journal"]):
     def write(self, step: int, result: BlockResult) -> None:
         """Store the result of a step: a block, or last the layers outside of the blocks.
 
-        For a streamed block, which must be pinned, all tensors are stored.
+        Process 0 alone writes. Of a streamed block, which must be in memory (`pinned`), all tensors
+        are stored, and it is read from its shard from then on. If the step was done before with
+        other weights, all later steps are dropped.
 
         Raises:
             SaveError: The shard cannot be written. All earlier shards stay valid.
@@ -370,15 +379,15 @@ class Journal(AbstractContextManager["Journal"]):
             streamed.read_from(result.name, file)
 
     def _store(self, file: Path, save: Callable[[Path], None]) -> str:
-        """Write a file by a function, move it into place when it is whole, and return its checksum.
+        """Write a file by `save`, move it into place when it is complete; return its checksum.
 
-        After an error nothing of it is left.
+        After an error no partial file is left.
         """
         partial = file.with_name(f"{file.name}.partial")
         try:
             partial.unlink(missing_ok=True)  # else a link would be followed
             save(partial)
-            # Of the file, not of the tensors: what the disk made of them is what a resume reads.
+            # Of the file, not of the tensors in memory: a resumed run reads the file.
             checksum = sha256_of(partial)
             move_durably(partial, file)
         except (OSError, SafetensorError):
@@ -388,16 +397,17 @@ class Journal(AbstractContextManager["Journal"]):
         return checksum
 
     def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Return tensors that the run computes once, and that a resumed run reads.
+        """Return tensors that the run computes once, and that a resumed run reads from the journal.
 
-        All processes must call this, and `compute` is called by all of them or by none.
+        All processes must call this, and `compute` is called by all of them or by none. If it is
+        called, its result is returned unchanged; tensors that are read are on the CPU.
 
         Args:
             name: The name of the value, in lowercase letters.
             compute: Returns the tensors by name, the same in all processes.
 
         Raises:
-            SaveError: They cannot be written.
+            SaveError: The tensors cannot be written; in process 0 alone.
         """
         # Process 0 decides for all: only it has the disk, and `compute` may be a collective call.
         is_stored = bool(self._processes.all(name in self.manifest.kept)[0])
@@ -519,7 +529,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def find_journal(path: str | PathLike[str]) -> Path | None:
-    """Return the journal at a path, or that of the directory at the path; `None` for neither."""
+    """Return the journal at a path or, if nothing is there, of the run to write it; else `None`."""
     path = Path(path)
     if path.name.startswith(".") and path.name.endswith(".partial") and (path / NAME).is_file():
         return path
@@ -528,7 +538,7 @@ def find_journal(path: str | PathLike[str]) -> Path | None:
 
 
 def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
-    """Return the report of an unfinished run, and its progress in words.
+    """Return the report of an unfinished run, on its finished blocks, and its progress in words.
 
     Raises:
         JournalError: The journal is damaged, or of another version of mrp-lightning.

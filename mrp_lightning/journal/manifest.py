@@ -50,7 +50,7 @@ def differences(
     now: Mapping[str, Any],
     defaults: Callable[[Iterable[str]], Mapping[str, Any]] = lambda _: {},
 ) -> list[str]:
-    """Describe how the settings of a run differ from another's, such as "`seed` was 4, is 5".
+    """Describe how two runs' settings that affect results differ, such as "`seed` was 4, is 5".
 
     Args:
         earlier: The settings of the first run, of this version or an older one.
@@ -121,11 +121,12 @@ class Manifest:
 
     Attributes:
         fingerprint: The facts that decide the result of the run.
-        about: The content of the report other than layers, and the total number of steps.
+        about: The content of the report other than layers, and under `blocks` the total number of
+            steps.
         seconds: The wall time of the run so far.
         cpu_seconds: The CPU time of the run so far, in all threads.
         shards: The entries of the finished blocks, by the number of the step.
-        kept: The checksums of the files of other values that the run keeps, by the names of these.
+        kept: The checksums of the files of `Journal.kept`, by the name of the value.
     """
 
     fingerprint: Fingerprint
@@ -148,10 +149,11 @@ class Manifest:
         )
 
     def save(self, directory: Path) -> None:
-        """Write `manifest.json` in one step."""
-        # The checksum is that of the file's keys, which are strings and sort as such.
+        """Write `manifest.json` atomically."""
+        # `plain` makes the numbers of steps strings, as `load` reads them: as integers they would
+        # sort otherwise, and have another checksum.
         content = plain({"format_version": FORMAT_VERSION, **asdict(self)})
-        # Over all other keys, so that `load` removes it before it compares.
+        # The checksum covers all other keys: `load` removes it before it compares.
         content["sha256"] = _checksum(content)
         partial = directory / f"{NAME}.partial"
         partial.unlink(missing_ok=True)  # else a link would be followed
@@ -165,6 +167,7 @@ class Manifest:
         """Read the `manifest.json` of a journal.
 
         Raises:
+            FileNotFoundError: There is no manifest.
             JournalError: The file is damaged, or of another version of mrp-lightning.
         """
         file, remedy = directory / NAME, "set `resume: false` to start the run afresh"

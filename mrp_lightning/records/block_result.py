@@ -1,4 +1,4 @@
-"""The result of one finished block: what a pruning makes, a journal stores, a report is made of."""
+"""The result of one finished block, which a pruning makes, a journal stores and a report lists."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"
 """The key, in the metadata of a journal's file, of its content other than tensors."""
-_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,8 @@ class BlockResult:
         layers: The results of its layers, those that were left dense included.
         row: The row of the block in the report, `None` without tuning and allocation.
         weights: The parameters of pruned layers, and of others that were tuned, by their names in
-            the checkpoint. Empty for a result that needs none, since the model holds them.
+            the checkpoint; in the journal of a streamed block, all tensors of the block. Empty for
+            a result that needs none, since the model holds them.
     """
 
     name: str
@@ -85,12 +86,12 @@ class BlockResult:
         return [layer for layer in layers if layer.name in names]
 
     def with_grid(self, grid: Mapping[str, GridParameters]) -> "BlockResult":
-        """Return the result with the parameters of layers on a grid, by the names of layers."""
+        """Return the result with grid parameters by layer name; other layers keep their own."""
         layers = tuple(replace(x, grid=grid.get(x.name, x.grid)) for x in self.layers)
         return replace(self, layers=layers)
 
     def with_weights_of(self, layers: Iterable[Layer], tuned: Iterable[Layer]) -> "BlockResult":
-        """Return the result with the parameters of the `layers` that are pruned, and of `tuned`."""
+        """Return the result with the parameters, not copies, of pruned `layers` and of `tuned`."""
         changed = [*self.pruned(layers), *tuned]
         weights = {layer.parameter_name: layer.parameter.detach() for layer in changed}
         return replace(self, weights=weights)
@@ -143,16 +144,17 @@ class BlockResult:
     def save_grid(self, file: Path) -> None:
         """Write the parameters of grids.
 
-        They have a file of their own, since that of a streamed block becomes one of the checkpoint.
+        The file is separate, since that of a streamed block's weights joins the checkpoint.
         """
         save_parameters(self.grid, file, {_KEY: "grid"})
 
     @classmethod
     def load(cls, file: Path) -> "BlockResult":
-        """Read a file that `save` wrote.
+        """Read a file that `save` wrote, onto the CPU; `with_grid` adds the parameters of grids.
 
         Raises:
             FormatError: The rows are damaged, or of another version of mrp-lightning.
+            OSError, SafetensorError: The file is missing or truncated.
         """
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -167,14 +169,18 @@ class BlockResult:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, about: str) -> None:
-    """Write a file of a journal, which `is_of_journal` recognises by the text about it."""
+    """Write contiguous tensors to a file of a journal.
+
+    `about` is stored under the metadata key `record`, by which `is_of_journal` recognises the file.
+    """
     save_file(dict(tensors), file, {"format": "pt", _KEY: about})
 
 
 def is_of_journal(file: Path) -> bool:
-    """Return whether a journal wrote a file, wholly or in part, by its header.
+    """Return whether the header of a file has the metadata key `record`, as those of a journal do.
 
-    The weights are not read: a process that was killed may have written a part of them.
+    The weights are not read, and may be truncated: the process that wrote them may have been
+    killed. A file without a whole header is not recognised.
     """
     try:
         with file.open("rb") as opened:

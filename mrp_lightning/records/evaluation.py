@@ -21,8 +21,8 @@ Scores = Mapping[str, float | int | None]
 BY_LENGTH = frozenset({"hellaswag", "arc_challenge"})
 """Tasks whose published accuracy compares log-likelihoods per character (`acc_norm`).
 
-So does the Mamba paper. The paper's table of Mamba models does not say; its values fit: pruned
-Mamba-130M has 32.4% on HellaSwag, where the dense model has an `acc_norm` of 35.3%.
+The Mamba paper does so, too. The paper's table of Mamba models names no metric, but its values fit:
+pruned Mamba-130M has 32.4% on HellaSwag, where the dense model has an `acc_norm` of 35.3%.
 """
 
 
@@ -45,10 +45,11 @@ class Evaluation:
             writes, always with the most likely token.
         similarity: By text, of an encoder or classifier: the mean `cosine` of its outputs before
             and after the pruning, with the `context` and the number of `windows`.
-        dense: `perplexity` of the model before it was pruned, on the same windows.
+        dense: By text: the entries of `perplexity` for the model before it was pruned, on the same
+            windows.
         model: The directory or hub id of the model.
-        versions: The versions of the libraries in the last recorded evaluation.
-        format_version: Raised when a key changes its meaning.
+        versions: The version of each library in the last recorded evaluation that used it.
+        format_version: Increased when a key changes its meaning.
     """
 
     perplexity: dict[str, Scores] = field(default_factory=dict)
@@ -67,7 +68,7 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
     Perplexities are also written into the card of a pruned model in the same directory: into its
     text, and into the results that the Hugging Face hub reads.
 
-    The file is replaced in one step: whoever reads it meanwhile sees the old or the new content.
+    The file is replaced atomically: a concurrent reader sees either the old or the new content.
 
     Args:
         directory: The directory of the file; made if it does not exist.

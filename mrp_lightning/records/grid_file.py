@@ -26,9 +26,10 @@ NAME = "grid/parameters.safetensors"
 def save_parameters(
     parameters: Mapping[str, GridParameters], file: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the parameters of layers, by the names of these: `NAME.scales`.
+    """Write the parameters of layers, by layer name, as tensors `LAYER.scales` and `LAYER.minima`.
 
-    Numbers are float16 where that holds them, else float32.
+    A tensor is float16 if that holds all of its numbers exactly, else float32. The directory is
+    created, but not its parents.
 
     Raises:
         OSError, SafetensorError: The file cannot be written.
@@ -44,7 +45,7 @@ def save_parameters(
 
 
 def load_parameters(file: str | PathLike[str]) -> dict[str, GridParameters]:
-    """Read a file that `save_parameters` wrote, as float32; no parameters if there is none.
+    """Read a file that `save_parameters` wrote, as float32 on the CPU; return {} without a file.
 
     Raises:
         FormatError: The file is damaged.

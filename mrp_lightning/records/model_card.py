@@ -112,7 +112,8 @@ def with_perplexities(
 ) -> str:
     """Return a card with perplexities, as in `Evaluation`, in a section and in the metadata.
 
-    The section also has the dense model's perplexities, if they are known.
+    The section also has the dense model's perplexities, if they are known. Texts without finite
+    `perplexity`, `context` and `tokens` are left out; metadata that cannot be read stay unchanged.
     """
     complete = {
         text: scores
@@ -157,7 +158,7 @@ def add_perplexities(
     perplexity: Mapping[str, Mapping[str, Any]],
     dense: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write perplexities into the card in a directory, if it is one of a model pruned here."""
+    """Write perplexities into a directory's README.md, if there is one that names mrp-lightning."""
     file = directory / NAME
     if not file.is_file():
         return

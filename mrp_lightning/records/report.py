@@ -46,32 +46,40 @@ class LayerReport(_Row):
     Attributes:
         name: The name of the layer in the checkpoint.
         shape: The shape of the weight, (rows, columns) if it is pruned.
-        method: The mask and the compensation, such as `SM`.
+        method: The mask and the compensation, by the name that the user gave, such as `SM`.
         sparsity: The fraction of the weights that are removed, between 0 and 1. It is `None` for an
             output head on a grid of its own, which has no part in the pattern.
-        loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows.
+        loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows. Where
+            whole experts are removed, wx stands for the routed sum of all experts.
         relative_loss: `loss` divided by the mean over the tokens of ‖wx‖².
-        damping: The λ that was added to the diagonal of the Hessian.
-        iterations: The number of iterations of the exact compensation.
-        gap: The certified distance to the optimal loss, relative to that loss.
+        damping: λ, added to the diagonal of the Hessian. For a method that inverts no Hessian it is
+            the λ of the requested damping, and `None` where whole experts are removed.
+        iterations: The number of conjugate gradient iterations of the exact compensation, `None`
+            for other methods.
+        gap: The certified distance of the damped loss to its optimum for the removed weights,
+            relative to that optimum, before a cast to a narrower dtype and before the grid;
+            `None` for methods that do not seek the optimum.
         seconds: The time that pruning the layer took. The first of the layers that share an input
-            pays for preparing the Hessian.
-        tokens: The number of calibration tokens that the layer saw.
-        dead_inputs: The number of input features that were 0 in every token.
+            pays for preparing the Hessian; with a grid, each has a share by its number of weights.
+        tokens: The number of calibration tokens that the layer saw; where whole experts are
+            removed, of those on which the loss was measured.
+        dead_inputs: The number of input features that were 0 in every token; `None` where whole
+            experts are removed.
         skipped: The reason why the layer was left dense, `None` if it is pruned.
         already_pruned: Whether the weight had the pattern before it was pruned.
         zeros_before: The fraction of the weights that were zero before, above 0 and at most 1. The
-            losses are against these weights, zeros and all. It is `None` where none were, and in
-            reports of older versions.
+            losses are against these weights, zeros and all. It is `None` where none were, and where
+            they were not counted: output heads, removed experts, reports of older versions.
         zeros: The fraction of the weights that are zero now, counted in the result: those removed
-            now, and those zero before that stayed zero. It is `None` where none were zero before.
+            now, and those zero before that stayed zero. It is `None` where `zeros_before` is, and
+            where whole neurons or heads are removed.
         shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
             an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
             then measured by that mixture. It is `None` for layers that are not experts.
         raised_damping: The fraction of the Hessian's mean diagonal that was added, if the requested
             fraction was too small. It is `None` if that was enough.
-        peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer was
-            pruned. It is `None` on other devices.
+        peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer, and
+            those solved with it, were pruned. It is `None` on other devices.
         target_loss: The same as `loss`, against the weight that stands for the dense model's
             outputs. It is `None` where the layer's own outputs are the target.
         own_target: The reason why the layer's own outputs are its target in a run with
@@ -84,12 +92,12 @@ class LayerReport(_Row):
         zeros_loss: The part of `loss` before the kept weights are put on their grid. It is `None`
             if they are on no grid, and so is `grid_loss`.
         grid_loss: The part of `loss` that the grid adds, which may be negative. For a tuned layer
-            it is the loss against the tuned weights; the other losses are those before tuning.
+            it is measured against the tuned weights, but `zeros_loss` before tuning.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
 
     Raises:
-        ValueError: The layer is pruned, and its `shape` is not that of a matrix.
+        ValueError: The layer is pruned, and its `shape` is not that of a matrix with columns.
     """
 
     name: str
@@ -175,7 +183,7 @@ class LayerReport(_Row):
     def left_dense(
         cls, name: str, shape: Sequence[int], reason: str, block: str | None = None
     ) -> "LayerReport":
-        """Return the row of a layer that stays dense, for a reason, and log it."""
+        """Return the row of a layer of `block` that stays dense, and log the reason."""
         log.info("%s is left dense: %s", name, reason)
         return cls(name=name, shape=tuple(shape), skipped=reason, block=block)
 
@@ -183,9 +191,9 @@ class LayerReport(_Row):
         """Return the row of this layer after its kept weights were put on a grid.
 
         Args:
-            lost: The loss of the grid alone, relative to the weights before.
+            lost: The loss of the grid alone: `loss` with δ measured from the weights before it.
             bits: The bits of a kept weight.
-            seconds: The time that this took.
+            seconds: The time of the quantisation, which is added to that of the row.
         """
         assert self.loss is not None
         # The sum is the whole loss, since `lost` is the part that the grid adds. `relative_loss`
@@ -249,28 +257,29 @@ class PruningReport:
     Attributes:
         config: The arguments of the run.
         layers: The layers, both those that are pruned and those that were left dense.
-        seconds: The wall-clock time of the walk.
-        cpu_seconds: The CPU time of the walk in all threads of this process, `None` where it is not
-            known.
-        peak_rss: The most memory of this machine, in bytes, that the process held during the walk.
-            `None` where that is not known: where the process had held more before, and on Windows.
-        complete: Whether the run has done everything. If not, `layers` says which layers are
-            pruned, and all others are untouched.
+        seconds: The wall-clock time of the pruning, calibration included, without saving.
+        cpu_seconds: The CPU time of the pruning in all threads of this process, `None` where it is
+            not known.
+        peak_rss: The most memory of this machine, in bytes, that the process held while it pruned.
+            `None` where that is not known: where the process had held as much before, and on
+            Windows.
+        complete: Whether the pruning ended and, with a `save_dir`, the model is written. If not,
+            `layers` has those that are pruned so far, and all others are unchanged.
         versions: The versions of the libraries that pruned, by name.
         stored_totals: The `totals` of the file from which the report was read, `None` for a report
             that is being made.
         provenance: The `command` that pruned, and the calibration `data` with its `source`,
             `samples`, `sequence_length` and `seed`, as far as they are known. For a model that was
-            pruned before, `pruned_before` has the `method` and the `sparsity` or `pattern` of each
-            earlier pruning.
+            pruned before, `pruned_before` is the result of the function of that name; for one that
+            was trained since, `trained` has the `steps` and the `command`.
         model_weights: The number of all weights of the model, also outside layers; `None` for a
             report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
         blocks: The blocks in their order, in runs with tuning or allocation.
         narrowed: For a narrower model, the `structure` that was removed, the number of `units` of
-            each block and how many are `kept`, the changed entries of the `config`, and the
-            remaining number of weights, `model_weights`; otherwise empty. The `shape` of a layer is
-            that before the removal.
+            each block and how many are `kept`, the number of `blocks`, the changed entries of the
+            `config`, and the remaining number of weights, `model_weights`; otherwise empty. The
+            `shape` of a layer is that before the removal.
         resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
             outside the blocks count as one block; `seconds` includes that run.
     """
@@ -347,7 +356,10 @@ class PruningReport:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Return sums and means over the layers; a report that was read has those of its file."""
+        """Return sums and means over the pruned layers; a report that was read has its file's.
+
+        `removed` and `sparsity` also count weights that were zero before and stayed zero.
+        """
         if self.stored_totals is not None:
             return self.stored_totals
         # Pruned rows alone: only they are sure to be matrices, by `__post_init__`.
@@ -454,8 +466,8 @@ def mean_relative_loss(rows: Iterable[LayerReport]) -> float | None:
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the earlier prunings of the model in a directory, from its report, if it has one.
 
-    Each has `method`, and `sparsity` or `pattern`; the earliest comes first. A report that cannot
-    be read is ignored, with a warning.
+    Each has `method` and those of `structure`, `sparsity`, `pattern`, `bits` and `head_grid` that
+    were set; the earliest comes first. A report that cannot be read is ignored, with a warning.
     """
     file = Path(directory) / NAME
     if not file.is_file():

@@ -37,7 +37,9 @@ def documents_of_files(
         conversation: Formats a conversation as text; `None` if conversations are not allowed.
 
     Raises:
-        DataError: A file is not UTF-8 text, or a line or row has no text under the key.
+        DataError: A file is not UTF-8 text, is JSON without its suffix, or cannot be read as a
+            table; or a line or row has no text under the key.
+        DependencyError: A file is a table, and `datasets` is not installed.
     """
     read = partial(_text_of_row, column, argument, conversation)
     documents = []
@@ -102,7 +104,7 @@ def no_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Compression:
-    """A kind of compression: how its files begin and end, and the command that unpacks one."""
+    """A kind of compression: the first bytes of its files, their suffix, and how to unpack one."""
 
     name: str
     start: bytes
@@ -110,7 +112,7 @@ class _Compression:
     unpack: str
 
     def advice(self, path: Path) -> str:
-        """Return what a file is, and the command that writes its content beside it."""
+        """Return a sentence on a compressed file, with the command that unpacks it next to it."""
         unpacked = path.with_suffix("") if path.suffix == self.suffix else f"{path}.txt"
         command = f"{self.unpack} {shlex.quote(str(path))} > {shlex.quote(str(unpacked))}"
         return f"It is compressed ({self.name}). Unpack it ({command}), and give what comes out."
@@ -149,7 +151,7 @@ def _text_of(path: Path, argument: str) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether a text is JSON: an array, an object, or lines that start with an object."""
+    """Return whether a text is a non-empty JSON array or object, or such an object is line 1."""
     start = text.lstrip()
     # The first line alone comes first: it shows JSON lines, which as a whole are no JSON. An empty
     # array or object counts as text, since it holds no document in any reading.

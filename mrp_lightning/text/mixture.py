@@ -81,7 +81,7 @@ def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) ->
     Each name becomes a part of the name of a metric, such as `perplexity/code`.
 
     Raises:
-        OptionError: A text is unknown, or a name has characters that metrics do not allow.
+        OptionError: A text is unknown, or a name has other characters than letters, digits, `_.+-`.
     """
     known_texts, is_named = (_STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
     texts = [evaluation] if isinstance(evaluation, str) else evaluation or []
@@ -177,7 +177,7 @@ class WindowSource(Protocol):
         ...
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw windows (count, length), int64."""
+        """Draw at most `count` windows (windows, length), int64; shorter ones of a short text."""
         ...
 
 
@@ -203,7 +203,7 @@ class Mixture:
         return " + ".join(f"{share:.3g} {names[key]}" for key, share in self.shares.items())
 
     def counts(self, windows: int) -> dict[str, int]:
-        """Return the number of windows of each source, apportioned by the largest remainders."""
+        """Apportion windows to sources by largest remainders; a `DataError` if one gets none."""
         # n_i = ⌊s_i·n⌋, and the n − Σ n_i windows that remain go to the largest s_i·n − n_i. The
         # tolerance keeps a product such as 0.29·100 = 28.999… from losing a window by rounding.
         exact = {name: share * windows for name, share in self.shares.items()}
@@ -220,7 +220,11 @@ class Mixture:
         return counts
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw windows (count, length), int64, of all sources, interleaved by `interleaved`."""
+        """Draw at most `count` windows (windows, length), int64, of all sources, interleaved.
+
+        Raises:
+            DataError: As of `counts`; or one of several texts is shorter than a window.
+        """
         counts = self.counts(count)
         parts = {name: self.sources[name].draw(cutter, n, seed) for name, n in counts.items()}
         # A text shorter than a window gives shorter windows, a matrix that cannot be joined with

@@ -50,7 +50,8 @@ class TextSource(ABC):
         """Return the documents of one split.
 
         Raises:
-            DataError: The split is empty, white space alone, or no text.
+            DataError: The split does not exist, is empty or white space alone, or is no text.
+            FileNotFoundError: Files of a published text are missing.
         """
         documents = self._documents(split)
         if not any(document.strip() for document in documents):
@@ -79,7 +80,7 @@ class TextSource(ABC):
         return ()
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw at most `count` random windows (windows, length), int64, of the split train."""
+        """Draw at most `count` random windows (windows, length) of train, int64; see `Cutter`."""
         documents, label = self.documents("train"), self.label("train")
         return cutter.within(documents, label).random(documents, count, seed, label)
 
@@ -178,7 +179,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _is_text(file: Path, directory: Path) -> bool:
-    """Return whether a file beneath a directory is a table or UTF-8 text, and is not hidden."""
+    """Return whether a file in a directory is not hidden, and a table or begins as UTF-8 text."""
     if any(part.startswith(".") for part in file.relative_to(directory).parts):
         return False
     if not file.is_file() or file.suffix.lower() in TABLES:
@@ -215,7 +216,7 @@ class TextFiles(TextSource):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The names of the files to train on, without their directories."""
+        """The names of the first eight files to train on, without their directories."""
         names = [path.name for path in self.train]
         return ", ".join(names if len(names) <= _LISTED else [*names[:_LISTED], "…"])
 
@@ -407,7 +408,7 @@ class PublishedText(TextSource):
         return documents[: self.num_documents] if is_part else documents
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw random windows (count, length), int64, as SparseGPT does."""
+        """Draw at most `count` random windows (windows, length), int64, as SparseGPT does."""
         # Not `Cutter.within`: the protocol has windows of the full length, or none.
         return cutter.random(self.documents("train"), count, seed, self.name, self.segments)
 
@@ -418,7 +419,7 @@ class PublishedText(TextSource):
         return cutter.consecutive(self.name, text, min(limits, default=None))
 
     def local_files(self, split: Split) -> Sequence[Path]:
-        """Return the local copies in `directory`; those from the hub are of a fixed revision."""
+        """Return the local copies in `directory`; none of a text from the hub."""
         return [] if self.directory is None else find_files([self], split)
 
     def files(self, split: Split) -> tuple[str, ...]:
@@ -426,7 +427,7 @@ class PublishedText(TextSource):
         return self.train if split == "train" else self.test
 
     def path_of(self, file: str) -> Path:
-        """Return the local path of a file in the repository, downloading it if need be."""
+        """Return the local path of a file, downloaded if need be; an `OSError` if there is none."""
         # A given directory is complete or an error: the hub is not asked for the rest, so that one
         # run never mixes two copies.
         if self.directory is not None:

@@ -25,10 +25,10 @@ SEPARATOR = "\n\n"
 class Windows(Dataset[Any]):
     """A map-style dataset of token windows to train and evaluate on.
 
-    An item is a row of `ids` (count, length): the token ids (length,), int64. If rows begin with a
-    prefix, such as BOS, the item is a mapping of `input_ids` and `labels`, both (length,). The
-    labels of the prefix and of the first token after it are −100, so that the same tokens are
-    predicted as without a prefix.
+    An item is a row of `ids` (count, length): the token ids (length,), int64. If rows begin with
+    `prefix` > 0 tokens, such as BOS, the item is a mapping of `input_ids` and `labels`, both
+    (length,). The labels of the prefix and of the first token after it are −100, so that the same
+    tokens are predicted as without a prefix.
     """
 
     def __init__(self, ids: Tensor, prefix: int = 0) -> None:
@@ -111,8 +111,8 @@ _MOST_CHARACTERS = 100
 def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> int:
     """Return the number of windows to draw: at most 16 times as many as fit into the text.
 
-    The length of the text is estimated from a tokenized sample. A warning reports that windows
-    repeat text, or are fewer.
+    It is at least 1. The length of the text is estimated from a tokenized sample. A warning reports
+    that windows repeat text, and whether they are fewer.
     """
     # Every `step`-th document, at most 64 of them, spread over the whole: the first ones may be of
     # one kind. Tokenizing all would take longer than the draws themselves.
@@ -148,7 +148,11 @@ def _warn(message: str) -> None:
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
-    """Cut tokens into non-overlapping windows (count, length); the last partial one is dropped."""
+    """Cut tokens into non-overlapping windows (count, length), int64; drop the last partial one.
+
+    Raises:
+        DataError: There are fewer than `length` tokens; the message has the `name` of the text.
+    """
     count = len(tokens) // length
     if not count:
         raise _too_short(name, len(tokens), length)
@@ -156,7 +160,10 @@ def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
 
 
 Segments = Callable[[Sequence[str], Any, Draws, str], Tensor]
-"""Called with (documents, tokenizer, draws, name): the token segments (count, length), int64."""
+"""Called with (documents, tokenizer, draws, name): the token segments (count, length), int64.
+
+A text that is too short for a segment raises a `DataError`, with its `name` in the message.
+"""
 
 
 def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
@@ -222,10 +229,11 @@ def segments_of_documents(
 def segments_across_documents(
     documents: Sequence[str], tokenizer: Any, draws: Draws, name: str, separator: str = SEPARATOR
 ) -> Tensor:
-    """Draw segments (count, length) that start in a random document and continue in the next ones.
+    """Draw segments (count, length), each at a random place of a random document.
 
+    The next documents are joined to one that is too short; the segment may begin in these, too.
     Texts of short documents need this, since `segments_of_documents` would use none of them. The
-    separator follows each document. Only documents that a segment reaches are read. Each is
+    separator follows each document. Only drawn and joined documents are read. Each is
     tokenized once with BOS, as the first document of a segment, and once without, as a later one.
     """
 
@@ -280,9 +288,12 @@ class Cutter:
 
     @cached_property
     def prefix(self) -> Tensor:
-        """The tokens that every window begins with, (tokens,), int64.
+        """The tokens that every window begins with, (tokens,), int64; none if `bos` is "text".
 
         They are taken from a tokenized text, since attributes such as `add_bos_token` may be wrong.
+
+        Raises:
+            DataError: There is no tokenizer, its prefix is unknown, or fills a window.
         """
         if self.tokenizer is None:
             raise DataError(
@@ -328,10 +339,10 @@ class Cutter:
         return torch.tensor(whole[:size]).long(), torch.tensor(whole[size + len(bare) :]).long()
 
     def within(self, documents: Iterable[str], name: str) -> "Cutter":
-        """Return this cutter or, if the text is shorter than a window, one whose window it fills.
+        """Return this cutter or, with a warning, a shorter one if the text has less than a window.
 
         Raises:
-            DataError: The text has too few tokens for a window.
+            DataError: The text has fewer than eight tokens.
         """
         # Documents are read only until a window is full, and at most 100 characters of each for a
         # needed token: a text of gigabytes costs no more than a short one.
@@ -373,6 +384,9 @@ class Cutter:
 
         Documents are tokenized one by one, with the tokenizer's special tokens around each, unless
         windows have a prefix. Of a long text only the beginning is tokenized, if `limit` allows it.
+
+        Raises:
+            DataError: The text is shorter than a window.
         """
         if isinstance(text, str):
             # Without a limit the part is at least as long as the text, and `_beginning` reads the
@@ -387,7 +401,7 @@ class Cutter:
         return Windows(self._after_prefix(windows), len(self.prefix))
 
     def _beginning(self, text: str, num_tokens: int) -> Tensor:
-        """Return the tokens (tokens,) of a text or, if it has more, at least the first ones.
+        """Return the tokens (tokens,) of a text or, if it has more, at least `num_tokens`.
 
         A tokenizer may split the end of a text otherwise where the text goes on, so that the last
         tokens of a part are no tokens of the whole.
