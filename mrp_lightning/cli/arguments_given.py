@@ -72,12 +72,19 @@ def arguments_given(args: Sequence[str], *, files: bool = True) -> list[Argument
         value = value if equals else following
         match = _FILE_OPTION.fullmatch(option) if files else None
         group = (match[1] or "").removeprefix("config") if match else ""
-        if match and Path(value).is_file() and not (group and is_name(value)):
+        if match and _is_file(value) and not (group and is_name(value)):
             arguments += _read(Path(value), group, args)
         elif option.startswith("--"):
             path = option[2:].removesuffix("+").replace(".init_args", "")
             arguments.append(Argument(path, value))
     return arguments
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except OSError:  # longer than a path may be, such as a mapping
+        return False
 
 
 def _read(file: Path, group: str, commands: Sequence[str]) -> list[Argument]:
@@ -133,15 +140,17 @@ def _walk(
 
 
 def _require_different_keys(node: yaml.MappingNode, file: Path) -> None:
-    """Raise for a key on two lines, which YAML forbids, but loaders accept silently."""
+    """Raise for two equal keys, which YAML forbids, but loaders accept silently."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+        if isinstance(key, yaml.ScalarNode) and key.value in lines:
             raise OptionError(
                 f"{file}, line {line}: the key `{key.value}` is given twice, first in line "
                 f"{lines[key.value]}. Keep one of them, with all that belongs to it."
             )
+        if isinstance(key, yaml.ScalarNode):
+            lines[key.value] = line
 
 
 def _argument(path: str, key: yaml.Node, value: yaml.Node, file: Path) -> Argument:

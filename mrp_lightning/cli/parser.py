@@ -58,10 +58,13 @@ class Parser(ArgumentParser):
         options = options_of(self)
         args = [_dashed(arg, options) for arg in (sys.argv[1:] if args is None else args)]
         if self.model_first and "--model" in (names := [arg.partition("=")[0] for arg in args]):
-            named = args.pop(names.index("--model"))
-            # After `pop`, the value of `--model VALUE` has moved to the same index.
-            value = named.partition("=")[2] or args.pop(names.index("--model"))
-            args = [value, *args]
+            position = names.index("--model")
+            _, equals, value = args[position].partition("=")
+            following = args[position + 1 : position + 2]
+            if not value and (equals or not following or following[0].startswith("--")):
+                raise OptionError("`--model` has no value: give a directory, a hub id or a file.")
+            rest = args[position + (1 if equals else 2) :]
+            args = [value or following[0], *args[:position], *rest]
         takes_files = "--config" in options
         if not takes_files:
             _refuse_others(args, options)

@@ -32,6 +32,7 @@ from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.gguf import find_gguf, located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.outputs import check_output_dir
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
@@ -313,11 +314,15 @@ class Conversion:
     options: Sequence[str]
 
     def check(self) -> None:
-        """Raise a `FileExistsError` if the output is there and not empty, without `--overwrite`."""
-        is_file = self.out.suffix == ".gguf"
-        is_there = self.out.exists() and (is_file or any(self.out.iterdir()))
+        """Raise a `FileExistsError` if the output is there and not empty, without `--overwrite`.
+
+        Also with it, if it is a directory of which a file is not from this package.
+        """
+        is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         # The command would refuse it, too, but only after hours of pruning.
-        if is_there and "--overwrite" not in self.options:
+        if "--overwrite" in self.options and self.out.suffix != ".gguf":
+            check_output_dir(self.out, overwrite=True, argument="--out")
+        elif is_there and "--overwrite" not in self.options:
             raise FileExistsError(
                 f"{self.out} exists, and `{self.command}` would write it. Move it away, name "
                 "another, or add `--overwrite`."

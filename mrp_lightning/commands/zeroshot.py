@@ -130,6 +130,8 @@ def _number(value: float | int | None, style: str = ".4f") -> str:
 def _check_writable(path: Path) -> None:
     if path.is_dir():
         raise OptionError(f"`--out`: expected a file, but {path} is a directory.")
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"`--out`: there is no directory {path.parent}. Create it first.")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise PermissionError(f"`--out`: {path} cannot be written.")
 

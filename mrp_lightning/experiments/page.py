@@ -501,7 +501,7 @@ def _zipped(runs: Sequence[RunDirectory]) -> bytes:
             for name, content in run.files.items():
                 # With a date, the page of unchanged runs would differ each time. A name that leads
                 # out of the archive is refused by many programs.
-                entry = zipfile.ZipInfo(f"{run.name.removeprefix('../')}/{name}")  # no date
+                entry = zipfile.ZipInfo(f"{run.name.replace('..', 'parent')}/{name}")  # no date
                 archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 

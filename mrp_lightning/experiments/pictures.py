@@ -269,7 +269,8 @@ def _in_words(values: pd.DataFrame, scale: Scale) -> str:
 
     def shown(column: pd.Series) -> str:
         if len(column) <= _LISTED:
-            return ", ".join(f"{at or '(none)'} {scale.write(x)}" for at, x in column.items())
+            names = ["(none)" if at == "" else at for at in column.index]
+            return ", ".join(f"{at} {scale.write(x)}" for at, x in zip(names, column, strict=True))
         ends = [f"{scale.write(column[at])} at {at}" for at in (column.idxmin(), column.idxmax())]
         return f"mean {scale.write(column.mean())}, from {ends[0]} to {ends[1]}"
 

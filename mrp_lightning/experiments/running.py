@@ -363,9 +363,9 @@ def _check_batches(trainer: Namespace) -> None:
 
 
 def _check_varied_options(sweep: Sweep) -> None:
-    if not sweep.vary:
+    trial = next((trial for trial in sweep.selected if trial.method), None)
+    if not sweep.vary or trial is None:
         return
-    trial = next(trial for trial in sweep.selected if trial.method)
     config = configure(replace(trial, changed=None), sweep).described()
     keys = {re.sub(r"^(trainer\.callbacks)\.\d+", r"\1", key) for key in config}
     keys |= {key.rpartition(".")[0] for key in keys if key.count(".") > 1}  # such as a mixture

@@ -215,7 +215,7 @@ class Sweep:
         sizes = self.models[model].block_sizes if has_blocks(method) else [None]
         if recipe and "block_size" in recipe:
             sizes = [recipe["block_size"]]
-        seeds = self.seeds if recipe or sees_inputs(method) else [None]
+        seeds = self.seeds if recipe or sees_inputs(setting, method) else [None]
         changes: list[ChangedOption | None] = [
             ChangedOption(key, value) for key, values in self.vary.items() for value in values
         ] or [None]

@@ -259,6 +259,6 @@ def has_blocks(method: str) -> bool:
     return parse_method(method).mask.by_block
 
 
-def sees_inputs(method: str) -> bool:
-    """Return whether the result of a method depends on the calibration set."""
-    return canonical_method(method) != "magnitude"
+def sees_inputs(setting: str, method: str) -> bool:
+    """Return whether the result of a method at a setting depends on the calibration set."""
+    return canonical_method(method) != "magnitude" or _arguments(setting)["bits"] is not None

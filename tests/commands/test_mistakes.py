@@ -459,6 +459,7 @@ SWEEP = "models: {tiny: {options: {}}}\nbase: []\nruns: {}\n"
             "twice.yaml, line 4: the key `num_samples` is given twice, first in line 2",
         ),
         (["predict", "--config=nested.yaml"], "group.yaml, line 2: .* twice, first in line 1"),
+        (["predict", "--config=line.yaml"], "line.yaml, line 1: .*`seed` is given twice"),
     ],
 )
 def test_what_is_told_before_lightning_is_loaded(args, message, tmp_path, monkeypatch, capsys):
@@ -470,6 +471,7 @@ def test_what_is_told_before_lightning_is_loaded(args, message, tmp_path, monkey
         "twice": "data:\n  num_samples: 3\n  seed: 1\n  num_samples: 4",
         "nested": "data: group.yaml",
         "group": "seed: 1\nseed: 2",
+        "line": "data: {seed: 1, seed: 2}",
     }
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
@@ -477,6 +479,18 @@ def test_what_is_told_before_lightning_is_loaded(args, message, tmp_path, monkey
     monkeypatch.setattr(command_line, "_run_lightning", lambda _: pytest.fail("it is loaded"))
     monkeypatch.setattr(command_line, "import_module", lambda _: pytest.fail("it is loaded"))
     assert re.search(message, said(args, capsys))
+
+
+@pytest.mark.parametrize("model", [["--model"], ["--model="], ["--model=", "--text=a.txt"]])
+def test_an_option_for_the_model_without_a_model(model, capsys):
+    message = said(["prune", "--pattern=2:4", *model], capsys)
+    assert message.startswith("error: `--model` has no value: give a directory")
+
+
+def test_a_group_of_options_is_longer_than_the_name_of_a_file(arguments, capsys):
+    data = {"train_files": ["a" * 200 + ".txt"] * 3}
+    line = said([*arguments[:2], *CALLBACK, f"--data={json.dumps(data)}"], capsys)
+    assert "save_dir" in line  # the group of options is read
 
 
 def test_a_file_with_sections_for_commands_may_come_first(tiny_llama, tmp_path, capsys):

@@ -39,6 +39,8 @@ def test_what_changes_nothing_is_not_repeated():
     ]
     assert len([trial for trial in trials if trial.method == "wanda"]) == 2 * 2
     assert len([trial for trial in trials if trial.method == "magnitude+M"]) == 2 * 2
+    on_grid = sweep(runs={"50%+4bit": ["magnitude"]}).trials  # the grid depends on the inputs
+    assert len([trial for trial in on_grid if trial.method]) == 2 * 2
 
 
 def test_settings_may_have_bits():
