@@ -26,6 +26,7 @@ from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.packed_linear import (
     Bitmask4Linear,
     BitmaskLinear,
+    FrozenLinear,
     PackedLinear,
     Sparse24Linear,
     is_packable,
@@ -41,6 +42,7 @@ class PackedConfig(QuantizationConfigMixin):
     """`quantization_config` in the `config.json` of a packed directory; the arguments are its keys.
 
     See `FORMAT.md`. All may be missing: transformers also makes a configuration without arguments.
+    With `quant_method`, as files have it, `format_version` is needed, too.
 
     Raises:
         FormatError: A key or a value is not as this version of the format writes it.
@@ -59,7 +61,9 @@ class PackedConfig(QuantizationConfigMixin):
     ) -> None:
         form = self.layer.FORMAT
         settings = {"format_version": format_version, "quant_method": quant_method, "head": head}
-        present = {key: value for key, value in settings.items() if value is not None}
+        # A file names its method: without a version beside it, it is one of another version.
+        needed = {"format_version"} if quant_method is not None else set()
+        present = {k: value for k, value in settings.items() if value is not None or k in needed}
         check_settings(form, {"modules": modules, **present, **unknown})
         if head is not None:
             self.head = {key: head[key] for key in ("module", "format_version")}
@@ -96,8 +100,7 @@ class PackedQuantizer(HfQuantizer):
         damaged = [*self._damage_of_head(model)]
         for name, layer in self._layers(model):
             # A tensor that no file held is uninitialised memory, which may look valid.
-            tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.companions)}
-            if missing := [key for key, tensor in tensors.items() if not was_loaded(tensor)]:
+            if missing := _missing(layer, ("weight", *layer.FORMAT.companions, "bias")):
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
                 continue
             layer.weight.requires_grad_(False)
@@ -114,12 +117,12 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def _damage_of_head(self, model: nn.Module) -> Iterator[str]:
-        head = self._head(model)
-        tensors = {} if head is None else {k: getattr(head, k) for k in ("weight", "weight_scales")}
-        missing = [key for key, tensor in tensors.items() if not was_loaded(tensor)]
+        if (head := self._head(model)) is None:
+            return
+        missing = _missing(head, ("weight", "weight_scales", "bias"))
         for key in missing:
             yield f"{self._head_name}.{key} (missing, or of another shape)"
-        if head is None or missing or any(tensor.is_meta for tensor in tensors.values()):
+        if missing or head.weight.is_meta or head.weight_scales.is_meta:
             return
         if damage := head.damage():
             yield f"{self._head_name}.weight ({damage})"
@@ -142,8 +145,9 @@ class PackedQuantizer(HfQuantizer):
         """Replace the packed layers, and the head, in place by the dense layers of the class."""
         # `dtype` may be a name, as in a saved configuration.
         kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        layers = dict(self._layers(model))
-        if any(layer.weight.is_meta for layer in layers.values()):
+        layers, head = dict(self._layers(model)), self._head(model)
+        states = [layer.state_dict() for layer in (*layers.values(), head) if layer is not None]
+        if any(tensor.is_meta for tensors in states for tensor in tensors.values()):
             raise OptionError(
                 "Weights that are offloaded cannot be made dense: load the model without disk "
                 "offload (`device_map`, `offload_folder`), then dequantize it."
@@ -152,7 +156,7 @@ class PackedQuantizer(HfQuantizer):
         # meta device a second model takes no memory.
         with torch.device("meta"):
             original = type(model)(model.config)
-        if self._head(model) is not None:
+        if head is not None:
             Head.of(original).put_dense(model, original, kind)
         for name, packed in layers.items():
             model.set_submodule(name, packed.give(original.get_submodule(name), kind))
@@ -214,6 +218,12 @@ for _method in CONFIGS:
     register_quantizer(_method)(PackedQuantizer)
 
 
+def _missing(layer: FrozenLinear, names: Sequence[str]) -> list[str]:
+    """Return the names of the layer's tensors that no file held; it may have no bias."""
+    tensors = {name: getattr(layer, name) for name in names}
+    return [name for name, t in tensors.items() if t is not None and not was_loaded(t)]
+
+
 def pack_modules(model: nn.Module, config: PackedConfig) -> None:
     """Replace linear layers, and the head, in place by uninitialised packed ones of their shape.
 
@@ -234,7 +244,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(
-            f"`quantization_config.modules` does not fit {type(model).__name__}. The class must be "
+            f"`quantization_config` does not fit {type(model).__name__}. The class must be "
             f"the one that was exported; else export the pruned model again:\n{listed}"
         )
     for name, sizes in config.sizes.items():

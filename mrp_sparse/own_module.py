@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mrp_ground.arguments import checked
-from mrp_ground.errors import FormatError
+from mrp_ground.errors import FormatError, OptionError, counted
 from mrp_ground.json_files import read_json
 from mrp_ground.upstream import is_conv1d
 from mrp_sparse.formats.packed_format import NOTE
@@ -40,9 +40,16 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
 
     Raises:
         FileNotFoundError: There is no `model.safetensors` in it.
+        OptionError: The module has tensors on the meta device.
         FormatError: Tensors are missing, unexpected, damaged or of another shape; all are listed.
             Or a file is damaged, or of an unknown format.
     """
+    if on_meta := [name for name, tensor in module.state_dict().items() if tensor.is_meta]:
+        raise OptionError(
+            f"expected a module with data, got {counted(len(on_meta), 'tensor')} on the meta "
+            f"device, such as {on_meta[0]}. Build it outside of `torch.device('meta')`.",
+            "module",
+        )
     directory = Path(directory)
     tensors = _tensors(directory / "model.safetensors", module.state_dict().keys())
     packed = _packed(directory / "config.json")

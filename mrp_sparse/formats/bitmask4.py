@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from mrp_ground.errors import PatternError
+from mrp_ground.errors import FormatError, PatternError
 from mrp_ground.grid import grid_of_bits
 from mrp_sparse.formats.bitmask import bytes_of, count_bits, pack_places, unused_bits
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
@@ -52,13 +52,24 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Raises:
         PatternError: The weight is no matrix.
-        FormatError: The weight is not on the grid. The message names the first such row and group.
+        FormatError: The weight is not on the grid, or a scale is no number of its dtype, as can be
+            among subnormal numbers of float16. The message names the first such row and group.
     """
     if reason := why_no_matrix(weight.shape):
         raise PatternError(f"This weight cannot be packed: {reason}.")
     codes, scales = GRID.decompose(weight)
+    stored = scales.to(weight.dtype)
+    # The grid's products are rounded, and the scale alone may need more bits than they do.
+    if bool((rounded := stored != scales).any()):
+        row, group = rounded.nonzero()[0].tolist()
+        end = min((group + 1) * GROUP, weight.shape[1])
+        raise FormatError(
+            f"Row {row}, columns {group * GROUP} to {end - 1} (group {group}): expected a scale "
+            f"in {weight.dtype}, got {scales[row, group]:.5g}, which would be rounded to "
+            f"{stored[row, group]:.5g}. Leave the layer dense."
+        )
     nibbles = torch.cat([_pack_rows(rows) for rows in _some_rows(codes)])
-    return nibbles, pack_places(codes != 0), scales.to(weight.dtype)
+    return nibbles, pack_places(codes != 0), stored
 
 
 def _some_rows(weight: Tensor) -> tuple[Tensor, ...]:

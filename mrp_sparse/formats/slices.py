@@ -43,7 +43,7 @@ def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int)
 
     Args:
         form: The format.
-        tensors: The packed tensors of a weight, in the order of the format, on the CPU.
+        tensors: The packed tensors of a weight, in the order of the format.
         begin: The first column, a multiple of `unit(form)`.
         end: The column after the last, such a multiple or the number of columns.
     """
@@ -61,7 +61,7 @@ def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int)
         # Runs of values alternate: those before the slice in a row, in it, and after it.
         parts = (places[:, :first], places[:, first:last], places[:, last:])
         runs = torch.stack([count_bits(part) for part in parts], dim=1)
-        inside = torch.tensor([False, True, False]).expand_as(runs)
+        inside = torch.tensor([False, True, False], device=runs.device).expand_as(runs)
         chosen = inside.flatten().repeat_interleave(runs.flatten())
         return [values[chosen], places[:, first:last]]
     # 2:4 keeps two values of every four columns in each row: a cut of both is a plain slice.

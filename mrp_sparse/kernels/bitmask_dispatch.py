@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrp_sparse.formats import bitmask, bitmask4
 from mrp_sparse.kernels.candidates import LARGEST, triton_missing
-from mrp_sparse.kernels.operator import linear_bitmask, linear_bitmask4
+from mrp_sparse.kernels.operator import check_bitmask, linear_bitmask, linear_bitmask4
 
 FEW_TOKENS = 64
 """Up to here the time is that of reading the weight; beyond, it is unpacked for a dense product."""
@@ -24,8 +24,10 @@ def multiply(
 
     Raises:
         ValueError: Input and weight differ in dtype.
+        RuntimeError: They differ in columns, counted in bytes of bits.
     """
     _check_dtypes(x, values)
+    check_bitmask(x, bits)
     if not _by_triton(x):
         return F.linear(x, bitmask.unpack(values, bits, x.shape[-1]), bias)
     return _product(x, values, bits, None, offsets, bias)
@@ -45,10 +47,12 @@ def multiply_coded(
 
     Raises:
         ValueError: Input and weight differ in dtype.
+        RuntimeError: They differ in columns, counted in bytes of bits.
     """
     del eight_bits
     # Codes are integers: the weight's dtype is that of its scales.
     _check_dtypes(x, scales)
+    check_bitmask(x, bits)
     if not _by_triton(x):
         return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
     return _product(x, nibbles, bits, scales, offsets, bias)

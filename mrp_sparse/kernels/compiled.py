@@ -17,7 +17,8 @@ def load() -> bool:
     """Load the compiled kernels, which then run the operators on the CPU; return whether they do.
 
     A wheel has them. In a checkout they are built when it is installed, or by the first call after
-    a source has changed. If there are none, a warning gives the reason and the next step, once.
+    a source has changed. If there are none, a warning gives the reason, and a next step if there is
+    one, once.
     """
     # The cache alone lets two threads run `_load` at the same time, and both would build.
     with _lock:
@@ -46,7 +47,7 @@ def _why_not() -> str | None:
         torch.ops.load_library(file)
     except library.BuildError as error:
         log.debug("The build failed.", exc_info=True)
-        return f"They cannot be built ({error}). Install a C++ compiler such as g++."
+        return f"They cannot be built ({error})."
     except OSError as error:
         log.debug("The library was not loaded.", exc_info=True)
         return f"They cannot be loaded ({error}). They need torch 2.11 or newer."

@@ -71,7 +71,7 @@ def build() -> Path:
         raise BuildError(f"the kernels are built on Linux, not on {sys.platform}")
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(compiler[0]) is None:
-        raise BuildError(f"there is no compiler {compiler[0]!r}")
+        raise BuildError(f"there is no compiler {compiler[0]!r}: install one of C++, such as g++")
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise BuildError("torch, whose headers are needed, is not installed")
@@ -90,7 +90,8 @@ def build() -> Path:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS)
             if done.returncode:
                 lines = done.stderr.splitlines() or [f"{compiler[0]} ended by {done.returncode}"]
-                raise BuildError(next((line for line in lines if "error: " in line), lines[0]))
+                reason = next((line for line in lines if "error: " in line), lines[0])
+                raise BuildError(f"{reason}: name another compiler in the variable CXX")
             made.replace(target)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error

@@ -75,7 +75,7 @@ def linear_bitmask(
     """
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
-    _check_bitmask(x, bits)
+    check_bitmask(x, bits)
     # Reading the bits would synchronise other devices, which a CUDA graph forbids.
     if x.device.type == "cpu" and (damage := bitmask.damage(values, bits, x.shape[-1])):
         raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
@@ -111,7 +111,7 @@ def linear_bitmask4(
     if x.device.type == "cpu" and compiled.load():
         operator = torch.ops.mrp_lightning.linear_bitmask4
         return operator(x, nibbles, bits, scales, offsets, bias, eight_bits)
-    _check_bitmask(x, bits)
+    check_bitmask(x, bits)
     if x.device.type == "cpu" and (damage := bitmask4.damage(nibbles, bits, scales, x.shape[-1])):
         raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
     return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
@@ -135,7 +135,8 @@ def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> 
     return F.linear(x, eight_bit.unpack(numbers, scales), bias)
 
 
-def _check_bitmask(x: Tensor, bits: Tensor) -> None:
+def check_bitmask(x: Tensor, bits: Tensor) -> None:
+    """Raise a RuntimeError if x has more or fewer columns than the bits, counted in bytes."""
     _check_columns(bitmask.bytes_of(x.shape[-1]) == bits.shape[1])
 
 
@@ -154,7 +155,7 @@ def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tenso
 @linear_bitmask.register_fake
 def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) -> Tensor:
     del values
-    _check_bitmask(x, bits)
+    check_bitmask(x, bits)
     return x.new_empty(*x.shape[:-1], bits.shape[0])
 
 
@@ -163,7 +164,7 @@ def _fake_bitmask4(
     x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor, *_: Tensor | bool | None
 ) -> Tensor:
     del nibbles
-    _check_bitmask(x, bits)
+    check_bitmask(x, bits)
     _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
     return x.new_empty(*x.shape[:-1], bits.shape[0])
 

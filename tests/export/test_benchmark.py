@@ -1,7 +1,9 @@
 """The benchmark but for the clock: models, decoding, turns, memory and tables."""
 
 import json
+import os
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import shapes
@@ -282,6 +284,8 @@ def test_tables_show_wins_losses_and_failures():
         Measurement(1000, 2000, "bfloat16", 1, STORED_DENSE, {}, 4.0, 3.9, 4.1),
         Measurement(1000, 2000, "bfloat16", 1, "triton-gemv", {"rows": 8}, 2.5, 2.4, 2.6),
         Measurement(1000, 2000, "bfloat16", 1, "triton-gemm", {}, 8.0, 8.0, 8.0),
+        Measurement(1000, 2000, "float32", 1, STORED_DENSE, {}, 8.0, 8.0, 8.0),
+        Measurement(1000, 2000, "float32", 1, "unpack-dense", {}, 5.0, 5.0, 5.0),
     ]
     refused = [
         Failure(1000, 2000, "bfloat16", tokens, "cusparselt", "no multiple of 16")
@@ -304,6 +308,9 @@ def test_tables_show_wins_losses_and_failures():
     # 4 MB in 4 µs are 1000 GB/s; 2.25 MB in 2.5 µs are 900 GB/s of 2000.
     assert "| 1000×2000 | 1 | stored dense | 4.0 | 3.9–4.1 | 1.00 | 1000 | 50% |" in text
     assert "| 1000×2000 | 1 | triton-gemv | 2.5 | 2.4–2.6 | 1.60 | 900 | 45% |" in text
+    # 8 MB in 8 µs are 1000 GB/s; 4 MB of values and 0.25 MB of columns in 5 µs are 850 GB/s.
+    assert "| stored dense | 8.0 | 8.0–8.0 | 1.00 | 1000 | 50% |" in text
+    assert "| unpack-dense | 5.0 | 5.0–5.0 | 1.60 | 850 | " in text
     assert "| triton-gemm | 8.0 | 8.0–8.0 | 0.50 |" in text
     assert "| prefill | 1 | 100 | dense | compiled | 3.000 | 3.000–3.000 | 33333 | 12 |" in text
     assert "failed: RuntimeError: no" in text
@@ -335,6 +342,8 @@ def as_if_on_cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(comparison, "bandwidth", lambda device: 2e12)
     monkeypatch.setattr(comparison, "check_backend", lambda backend, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    identity = SimpleNamespace(uuid="b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: identity)
     yield device
     use_times(None, device)
 
@@ -364,6 +373,14 @@ def test_layers_and_models_are_compared_and_reported_as_they_come(
     monkeypatch.setattr(comparison, "measure", measure)
     monkeypatch.setattr(comparison, "time_models", time_models)
     monkeypatch.setattr(comparison, "apply", apply)
+    # Two GPUs: nvidia-smi lists both unless it is asked for one.
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *--id=GPU-b*) ;; *) echo "5, 1 MHz";; esac\necho "5, 2 MHz"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     options = SpeedOptions("triton", "decode", None, layer_tokens=(1, 8))
     seen = []
     report = compare(
@@ -374,6 +391,7 @@ def test_layers_and_models_are_compared_and_reported_as_they_come(
     assert seen == [2, 4, 6, 8, 10, 12, 14, 16, 16]  # after each number of tokens, and the models
     assert len(report.failures) == 8
     assert speed_ups(report.models) == {("decode", 1): 2.0}
+    assert report.environment["highest clock"] == "2 MHz"
     assert report.stayed_dense == {"model.layers.0.mlp.up_proj": "refused"}
     assert report.sparse_bytes < report.dense_bytes
     # Kernels are chosen by these times from now on, in later processes too.

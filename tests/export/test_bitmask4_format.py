@@ -101,6 +101,16 @@ def test_a_weight_of_no_matrix_or_no_grid_is_refused():
         pack(weight)
 
 
+def test_a_scale_that_its_dtype_does_not_hold_is_refused():
+    """Multiples of 2⁻²⁴: the products round to the weights, and the scale 2.375·2⁻²⁴ to another."""
+    weight = torch.zeros(2, 70, dtype=torch.float16)
+    weight[1, 64:67] = torch.tensor([12.0, 10.0, 7.0]) * 2.0**-24
+    with pytest.raises(FormatError, match=r"Row 1, columns 64 to 69 \(group 1\): expected a scale"):
+        pack(weight)
+    weight[1, 64:67] = torch.tensor([12.0, 10.0, 6.0]) * 2.0**-24  # twice 6, 5 and 3
+    assert torch.equal(unpack(*pack(weight), 70), weight)
+
+
 @pytest.mark.parametrize(("sparsity", "bits"), [(0.5, 3.25), (0.7, 2.45)])
 def test_half_of_the_weights_take_three_and_a_quarter_bits(sparsity, bits):
     rows, columns = 64, 640

@@ -371,7 +371,10 @@ def test_a_library_without_sources_is_that_of_a_wheel(elsewhere):
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("no-such-compiler", "there is no compiler 'no-such-compiler'"), ("g++", "error: ")],
+    [
+        ("no-such-compiler", "no compiler 'no-such-compiler': install one of C++, such as g++"),
+        ("g++", "error: "),
+    ],
 )
 def test_without_a_library_weights_are_unpacked_and_one_warning_says_why(
     compiler, reason, elsewhere
@@ -396,6 +399,7 @@ def test_without_a_library_weights_are_unpacked_and_one_warning_says_why(
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("are unpacked for every product") == 1
     assert reason in ended.stderr
+    assert ("such as g++" in ended.stderr) == (compiler != "g++")
     assert [path.name for path in elsewhere.iterdir()] == ["cpu"]
 
 

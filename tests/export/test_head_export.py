@@ -1,5 +1,6 @@
 """A head of 8 bits in files, against the same head made when the model is loaded."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from callbacks import MRPCallback
 from export.generate import main as generate
 from export.to_sparse import main
 from mrp_lightning import Trainer
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, OptionError
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 
 from .conftest import refusal
@@ -115,6 +116,23 @@ def test_it_is_saved_again_and_made_dense(packed, ids, tmp_path):
     )[1].values())  # fmt: skip
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="needs the extra `device-map`"
+)
+@pytest.mark.parametrize("source", [False], ids=["free"], indirect=True)
+def test_a_head_on_the_disk_cannot_be_made_dense(packed, tmp_path):
+    model = export.load(
+        packed,
+        device_map={"model": "cpu", "lm_head": "disk"},
+        offload_folder=tmp_path / "offload",
+        offload_buffers=True,
+    )
+    assert model.lm_head.weight.is_meta
+    with pytest.raises(OptionError, match="offloaded cannot be made dense"):
+        model.dequantize()
+    assert isinstance(model.lm_head, EightBitLinear)
+
+
 def test_generation_takes_it_as_it_is(packed, capsys):
     arguments = ["--prompt", "import os", "--max-new-tokens", "3", "--device", "cpu", "--eager"]
     generate([str(packed), *arguments, "--head-bits", "8"])
@@ -157,8 +175,9 @@ def test_damaged_files_are_refused(source, packed, name, spoil, message, capsys)
 )
 def test_settings_that_do_not_fit_are_refused(packed, head, message):
     settings(packed, **head)
-    with pytest.raises(FormatError, match=message):
+    with pytest.raises(FormatError, match=message) as error:
         export.load(packed)
+    assert "quantization_config.modules" not in str(error.value)  # the packed layers are right
 
 
 def test_a_head_that_is_packed_twice_is_refused(packed):

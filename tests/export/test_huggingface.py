@@ -124,6 +124,15 @@ def test_load_refuses_what_is_missing_or_left_over(packed):
         export.load(packed)
 
 
+def test_a_missing_bias_is_refused_as_a_missing_weight_is(pruned, tmp_path):
+    """transformers would leave uninitialised memory in its place."""
+    packed = tmp_path / "packed"
+    main([str(pruned("opt")), "--out", str(packed)])
+    change(packed, **{"model.decoder.layers.0.self_attn.q_proj.bias": None})
+    with pytest.raises(FormatError, match=r"layers\.0\.self_attn\.q_proj\.bias \(missing"):
+        AutoModelForCausalLM.from_pretrained(packed)
+
+
 def test_nibbles_that_cannot_be_are_refused_by_every_loader(packed):
     name = "model.layers.0.mlp.up_proj.weight_meta"
     meta = load_file(packed / "model.safetensors")[name]
@@ -143,12 +152,19 @@ def test_places_of_another_dtype_are_refused_by_every_loader(packed):
         export.load(packed)
 
 
-def test_another_version_of_the_format_is_refused(packed):
+@pytest.mark.parametrize("version", [2, None])
+def test_another_version_of_the_format_is_refused(version, packed):
     config = json.loads((packed / "config.json").read_text())
-    config["quantization_config"]["format_version"] = 2
+    settings = config["quantization_config"]
+    settings["format_version"] = version
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match="format_version` is 2.*reads 1"):
+    with pytest.raises(FormatError, match=f"format_version` is {version}.*reads 1"):
         export.load(packed)
+    if version is None:
+        del settings["format_version"]
+        (packed / "config.json").write_text(json.dumps(config))
+        with pytest.raises(FormatError, match="format_version` is None"):
+            AutoModelForCausalLM.from_pretrained(packed)
 
 
 def test_names_that_the_model_lacks_are_refused(packed):

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import export
 from callbacks import MRPCallback
 from export.to_sparse import main
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, OptionError
 
 from .conftest import refusal, write_report
 
@@ -126,6 +126,16 @@ def test_a_module_that_does_not_fit_is_left_as_it_is(pruned):
     save_file(tensors, out / "model.safetensors")
     with pytest.raises(FormatError, match="blocks.0.up.weight_meta: damaged, 2 of 128 nibbles"):
         export.load_into(Own(), out)
+
+
+def test_a_module_without_data_is_refused(pruned):
+    """Copies to the meta device do nothing: the module would come back without its weights."""
+    _, directory = pruned
+    with torch.device("meta"):
+        module = Own()
+    message = "`module`: expected a module with data, .* on the meta device, such as blocks.0.up.w"
+    with pytest.raises(OptionError, match=message):
+        export.load_into(module, directory)
 
 
 def test_layers_of_the_report_must_be_2_of_4(pruned, capsys):

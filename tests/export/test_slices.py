@@ -59,3 +59,10 @@ def test_columns_are_packed_as_by_themselves(form, rows, units, kept, seed, data
     assert form.damage(*cut, end - begin) is None
     if form is not BITMASK4:  # a scale of fewer columns may be found smaller
         assert same(cut, form.pack(dense[:, begin:end]))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.option)
+def test_columns_are_cut_on_the_device_of_the_tensors(form, second):
+    dense = weight(form, 5, 256, seed=3).bfloat16()
+    cut = slices.columns(form, [tensor.to(second) for tensor in form.pack(dense)], 64, 128)
+    assert torch.equal(form.unpack(*(tensor.cpu() for tensor in cut), 64), dense[:, 64:128])

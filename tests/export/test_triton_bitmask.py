@@ -102,6 +102,16 @@ def test_the_operators_run_them_by_the_number_of_tokens(tokens, monkeypatch):
     assert used == ["product" if tokens <= 64 else "unpack"] * 2
 
 
+@pytest.mark.parametrize("coded", [False, True])
+def test_an_input_of_other_columns_is_refused(coded):
+    """Its rows would be read at another stride, and past the end of the bits."""
+    values, bits, scales, offsets = packed_of(weight_of((16, 64), torch.bfloat16, coded), coded)
+    operands = [values, bits, scales, offsets] if coded else [values, bits, offsets]
+    for columns in (56, 128):
+        with pytest.raises(RuntimeError, match="x must have the weight's columns"):
+            (multiply_coded if coded else multiply)(random(1, columns).bfloat16(), *operands, None)
+
+
 def test_other_dtypes_are_unpacked_by_torch():
     weight = weight_of((16, 64), torch.float32, False)
     values, bits, _, offsets = packed_of(weight, False)

@@ -18,7 +18,14 @@ from mrp_lightning import CausalLM, environment
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models import loading
 from mrp_lightning.models.checkpoint import why_not_readable
-from mrp_lightning.models.loading import find_tokenizer, load_config, load_model, load_tokenizer
+from mrp_lightning.models.loading import (
+    find_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_files,
+    tokenizer_from_files,
+)
 from mrp_lightning.text.sources import PUBLISHED, find_files
 
 
@@ -36,6 +43,28 @@ def test_a_model_may_come_without_a_tokenizer(tiny_llama, tmp_path):
     for source in (tmp_path / "absent", "someone/something"):
         with pytest.raises(FileNotFoundError, match=f"`tokenizer`: {source} gives no tokenizer"):
             load_tokenizer(source)
+
+
+BERT = {"vocab.txt": "[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\ndef"}
+GPT2 = {"vocab.json": '{"a": 3, "b": 4, "ab": 5}', "merges.txt": "#version: 0.2\na b"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files", "text", "ids"),
+    [("bert", BERT, "def", [1, 5, 2]), ("gpt2", GPT2, "aba", [5, 3])],
+)
+def test_a_vocabulary_is_a_tokenizer(model_type, files, text, ids, tmp_path):
+    for name, content in {**files, "config.json": json.dumps({"model_type": model_type})}.items():
+        (tmp_path / name).write_text(content)
+    assert find_tokenizer(str(tmp_path))(text).input_ids == ids
+
+
+def test_several_chat_templates_stay_with_a_tokenizer(tiny_llama):
+    tokenizer = load_tokenizer(tiny_llama)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool": "{{ tools }}"}
+    files = tokenizer_files(tokenizer)
+    assert files["additional_chat_templates/tool.jinja"] == b"{{ tools }}"
+    assert tokenizer_from_files(files).chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from mrp_sparse.own_module import load_into
 
 GIGABYTE = 2**30
 UP = "model.layers.0.mlp.up_proj"
+BITMASKS = {"quant_method": "mrp_bitmask", "format_version": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +91,14 @@ def test_the_largest_models_are_not_absurd():
     ids=str,
 )
 def test_an_absurd_packed_configuration_is_refused(checkpoint, modules, message):
-    settings = {"quant_method": "mrp_bitmask", "modules": modules}
+    settings = BITMASKS | {"modules": modules}
     directory = checkpoint(quantization_config=settings)
     with pytest.raises(FormatError, match=message):
         load(directory)
 
 
 def test_dense_files_of_a_packed_configuration_are_refused(checkpoint):
-    settings = {"quant_method": "mrp_sparse24", "modules": [UP], "more": 1}
+    settings = {"quant_method": "mrp_sparse24", "format_version": 1, "modules": [UP], "more": 1}
     with pytest.raises(FormatError, match="expected `quant_method` mrp_sparse24.*'more'"):
         load(checkpoint(quantization_config=settings))
 
@@ -186,7 +187,7 @@ def own(tmp_path):
     values, bits = pack(weight)
     tensors = {"weight": values, "weight_bits": bits, "bias": torch.zeros(8)}
     modules = {"0": values.numel()}
-    settings = {"quant_method": "mrp_bitmask", "format_version": 1, "modules": modules}
+    settings = BITMASKS | {"modules": modules}
 
     def write(config=None, **changed):
         stored = {f"0.{name}": tensor for name, tensor in (tensors | changed).items()}
@@ -222,7 +223,7 @@ def test_tensors_that_do_not_fit_a_module_are_refused(own, name, tensor, message
         [1],
         {"quantization_config": {}},
         {"quantization_config": {"quant_method": ["x"]}},
-        {"quantization_config": {"quant_method": "mrp_bitmask", "modules": {"0": 10**15}}},
+        {"quantization_config": BITMASKS | {"modules": {"0": 10**15}}},
     ],
     ids=str,
 )
