@@ -34,6 +34,7 @@ from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
 from mrp_lightning.targets.blocks import alike
 from mrp_sparse.decoding import storage_bytes
+from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.dispatch import (
     STORED_DENSE,
@@ -255,12 +256,6 @@ def prefill(forward: Callable[..., Any], prompt: Tensor) -> Tensor:
     return forward(prompt, use_cache=False, logits_to_keep=1).logits
 
 
-_VALUE_BYTES = 2
-"""Bytes of a float16 or bfloat16 value."""
-PACKED = 0.5625
-"""Packed bytes per dense byte of such values."""
-
-
 @dataclass
 class SpeedReport:
     """The measurements of one model, appended as they are made.
@@ -353,8 +348,11 @@ def _layer_table(measurements: Sequence[Measurement], bandwidth: float) -> str:
     dense = {m.problem: m.microseconds for m in measurements if m.kernel == STORED_DENSE}
     rows = []
     for m in measurements:
-        size = m.out_features * m.in_features * _VALUE_BYTES
-        rate = size * (1 if m.kernel == STORED_DENSE else PACKED) / (m.microseconds * 1e-6)
+        size, dtype = (m.out_features, m.in_features), getattr(torch, m.dtype)
+        dense_bytes = m.out_features * m.in_features * dtype.itemsize
+        is_dense = m.kernel == STORED_DENSE
+        stored = dense_bytes if is_dense else SPARSE24.num_bytes(size, dtype, 0)
+        rate = stored / (m.microseconds * 1e-6)
         times = [f"{m.microseconds:.1f}", f"{m.low:.1f}–{m.high:.1f}"]
         ratios = [f"{dense[m.problem] / m.microseconds:.2f}", f"{rate / 1e9:.0f}"]
         shape = f"{m.out_features}×{m.in_features}"
@@ -415,7 +413,7 @@ def compare(
         raise OptionError(f"Speed is measured on CUDA devices; the model is on {device}.")
     check_backend(options.backend, device)
     report = SpeedReport(
-        environment={**known_times(device).environment, **_versions()},
+        environment={**known_times(device).environment, **_versions(device)},
         backend=options.backend,
         target=options.target,
         bandwidth=bandwidth(device),
@@ -470,10 +468,12 @@ def bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / (take_turns(once, 10)["copy"].median * 1e-6)
 
 
-def _versions() -> dict[str, str]:
+def _versions(device: torch.device) -> dict[str, str]:
     """Return versions for readers of the report, besides those that identify kernel times."""
     versions = {"transformers": transformers.__version__}
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    # The first GPU of nvidia-smi need not be the first that CUDA_VISIBLE_DEVICES leaves visible.
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", gpu, "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:

@@ -153,27 +153,39 @@ def convert(options: PackingOptions) -> ExportReport:
 def compress(options: PackingOptions) -> Path:
     """Write a pruning with bits in the layout `format` of `LAYOUTS`, and return the directory.
 
-    The options `allow_partial`, `text` and `device` have no effect.
+    With `check_only`, nothing is written, and an export that is there is compared again.
 
     Raises:
         PatternError, TargetError: See `choose_compressed`.
         ParityError: The export differs from its source; a new one is removed.
         FileNotFoundError, FormatError: See `open_checkpoint`.
-        OptionError: Options contradict each other or the source.
+        OptionError: Options contradict each other or the source, or are not for this layout.
         FileExistsError: The output exists.
     """
     assert options.format is not None
     layout = LAYOUTS[options.format]
-    if options.head_bits == 8:
-        raise errors.OptionError(f"`--head-bits` is not for `--format {layout.name}`.")
+    without_effect = {
+        "--head-bits": options.head_bits == 8,
+        "--allow-partial": options.allow_partial,
+        "--text": options.text,
+        "--device": options.device is not None,
+    }
+    if named := [f"`{name}`" for name, is_given in without_effect.items() if is_given]:
+        raise errors.OptionError(
+            f"`--format {layout.name}` has no use for {', '.join(named)}. Leave them out; layers "
+            "stay dense by `--skip`."
+        )
     out = options.output(layout.name)
     source = open_checkpoint(options.checkpoint)
     with bars() as track:
         compressed = choose_compressed(source, layout, options.skip, track)
         if options.check_only:
+            note = f"checked only: {out} does not exist, and nothing was written\n"
             if out.is_dir():
                 check_compressed(source, out, compressed)
-                load_with_transformers(source, out, compressed)
+                loaded = load_with_transformers(source, out, compressed)
+                note = f"{_summary(compressed, loaded)}Checked: {out}\n"
+            sys.stdout.write(note)
             return out
         with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
             written = write_compressed(source, staging, compressed)

@@ -120,7 +120,8 @@ def _parser() -> Any:
     )
     text += "type of --head-grid where that holds them to the bit)"
     option("--embedding-type", choices=_TYPES, help=text)
-    option("--out", metavar="FILE.gguf", help="default: RUN-TYPE.gguf, next to RUN")
+    text = "default: RUN-TYPE.gguf, or RUN.gguf with auto, next to RUN"
+    option("--out", metavar="FILE.gguf", help=text)
     option("--overwrite", action="store_true", help="replace --out")
     return parser
 

@@ -53,7 +53,7 @@ def _parser() -> Any:
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
         "keeps the zeros, for software that knows no sparsity; torchao writes its own 2:4 tensors, "
         "on a CUDA device; compressed-tensors and gptq are for vLLM and SGLang, of 4 or 8 bits "
-        "(default: bitmask4 where the report says 3 or 4 bits, packed where the checkpoint is "
+        "(default: bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is "
         "2:4, else bitmask)"
     )
     formats = ("packed", "bitmask", "bitmask4", "dense", "torchao", *_OF_ENGINES)

@@ -106,7 +106,8 @@ def _next_step(rule: _Rule, value: Any) -> str:
     words, fits = rule
     if isinstance(value, str):
         text = value.strip().capitalize() if value.strip().isalpha() else value.strip()
-        with suppress(ValueError, SyntaxError):
+        # All that `literal_eval` raises, such as for a list as a key, or for too many brackets.
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             if fits(parsed := literal_eval(text)):
                 return f" Give {parsed!r}, without quotes."
         with suppress(ValueError):

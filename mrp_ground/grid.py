@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -517,12 +518,14 @@ def grid_of_bits(bits: int, group_size: int = GROUP_SIZE, *, zero_has_a_code: bo
     Raises:
         OptionError: `bits` or `group_size` is out of range.
     """
-    if isinstance(bits, bool) or bits not in _SIGNIFICANT:
+    # Bools are whole numbers to Python, and 4.0 equals 4, but neither is meant.
+    if isinstance(bits, bool) or not isinstance(bits, Integral) or bits not in _SIGNIFICANT:
         raise OptionError(f"`bits` must be 3, 4 or 8; got {bits!r}.")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 1:
         raise OptionError(
             f"`group_size` must be a positive number of columns, such as 64; got {group_size!r}."
         )
+    bits, group_size = int(bits), int(group_size)  # of NumPy's integers
     largest = 127 if bits == 8 else 1 << (bits - 1)
     # At 8 bits there are 255 codes, not 256: zero has one in any case.
     highest = largest - (zero_has_a_code and bits < 8)

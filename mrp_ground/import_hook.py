@@ -65,10 +65,11 @@ class _ThenFollower(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module by its own loader, then import its follower."""
         # 1. The module's own loader is restored, so that a reload does not come here.
-        # 2. The watch goes only after success: a failed import leaves it for the next one.
-        # 3. The follower comes last, since it imports the module, which has to be complete.
+        # 2. The follower comes after the module, which it imports and which has to be complete.
+        # 3. The watch goes only after the success of both: a failed import leaves it for the next
+        #    one, which would else succeed without the follower.
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        sys.meta_path.remove(self.watch)
         import_module(self.watch.follower)
+        sys.meta_path.remove(self.watch)

@@ -14,15 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
-from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
+from export.conversion.checkpoint import (
+    Checkpoint,
+    Track,
+    open_checkpoint,
+    require_finite,
+    silently,
+)
 from export.conversion.claims import Claim, Claims
 from export.conversion.integer_layouts import IntegerLayout, Integers
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import write_converted
 from mrp_ground.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.errors import OptionError, ParityError, PatternError
-from mrp_lightning.models.checkpoint import build_without_weights
+from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, layers_of
 
@@ -76,14 +83,22 @@ def choose_compressed(
         PatternError: The run had no bits, its groups fit none of the engines', weights are not on
             such a grid, or no layer is of a kind that engines read. The message lists all layers.
         TargetError: A pattern in `skip` matches nothing.
-        FormatError: The checkpoint is quantized already or damaged.
+        FormatError: The checkpoint is quantized already, damaged, or holds NaN or Inf.
     """
     grid, claims = _claims_of(checkpoint, layout)
     model = build_without_weights(checkpoint.pretrained_config())
     search = _Search.of(model, claims, skip, layout, grid.group_size, checkpoint.grid_parameters())
-    tensors = track(checkpoint.parameters(model), checkpoint.num_tensors, "finding codes")
-    for stored, parameter, is_converted, tensor in tensors:
-        search.examine(stored, parameter, is_converted, tensor)
+    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes")
+    for stored, tensor in require_finite(
+        tensors, checkpoint.path, lambda key: name_in_model(key)[0] in parameters
+    ):
+        search.examine(stored, *name_in_model(stored), tensor)
+    # Shapes are judged last: how many codes a word holds depends on the bits, which grow until now.
+    for layer in search.packed:
+        if reason := layout.why_not(layer.shape, search.bits):
+            search.misfits.setdefault(layer.name, reason)
     left = search.left
     if search.misfits:
         raise PatternError(
@@ -275,8 +290,6 @@ class _Search:
                 f"; it was pruned as bfloat16 and is stored as {tensor.dtype}: leave out `dtype`"
             )
             self.misfits[name] = off + rounded * wider
-        elif reason := self.layout.why_not(shape, self.bits):
-            self.misfits[name] = reason
         self.packed.append(LayerChoice(name, stored, shape, tensor.dtype))
 
 
@@ -299,7 +312,7 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
     """Read the written files, and compare their values with the source's; −0.0 equals 0.
 
     Raises:
-        ParityError: Tensors differ, or hold NaN.
+        ParityError: Tensors differ.
     """
     written = dict(open_checkpoint(directory).tensors())
     packed = {layer.tensor: layer for layer in chosen.layers}

@@ -109,7 +109,8 @@ class PackQuantized(IntegerLayout):
 
     def read(self, stored: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
         """Return the unpacked codes (rows, columns), and the scales (rows, groups)."""
-        return _unpack(stored["weight_packed"], bits), stored["weight_scale"]
+        columns = int(stored["weight_shape"][1])  # the last word of a row may hold more codes
+        return _unpack(stored["weight_packed"], bits)[:, :columns], stored["weight_scale"]
 
 
 class Gptq(IntegerLayout):

@@ -205,9 +205,9 @@ def _of_bits(grid: Grid | None) -> str:
     if grid is None:
         return ""
     return (
-        f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is 3 "
-        f"or 4 bits, in groups of a multiple of {GRID.group_size}. `python -m export.to_gguf` "
-        "writes 8 bits, too. "
+        f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is "
+        f"`bits` of 3 or 4, in groups of a multiple of {GRID.group_size}. `--format "
+        "compressed-tensors` and `python -m export.to_gguf` store other grids, too. "
     )
 
 
@@ -241,8 +241,8 @@ def choose_layers(
     Args:
         checkpoint: The pruned checkpoint.
         form: The packed format. `None` lets the checkpoint decide: four bits if its report has a
-            grid of at most four in groups of a multiple of 64 columns, 2:4 if its layers are 2:4,
-            else bitmasks.
+            grid of at most four in groups of a multiple of 64 columns, with scales of at most five
+            significant bits, as `bits` gives; 2:4 if its layers are 2:4; else bitmasks.
         skip: Name patterns (see `matches`) of layers that stay dense.
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         refuse: Returns why the writer cannot store a layer, `None` if it can.
@@ -274,8 +274,13 @@ def choose_layers(
 
 
 def _fits_four_bits(grid: Grid | None) -> bool:
-    """Return whether the bits and the groups of a grid are those of codes of four bits."""
-    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GRID.group_size == 0
+    """Return whether bits, groups and scales of a grid are those of codes of four bits."""
+    return (
+        grid is not None
+        and grid.bits <= GRID.bits
+        and grid.group_size % GRID.group_size == 0
+        and grid.scales.significant <= GRID.scales.significant
+    )
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,9 @@ TYPES = {
     kind.name: kind
     for kind in (
         GgufType("q3_k", _T.Q3_K, _F.MOSTLY_Q3_K_M, _q3_k),
+        GgufType("mxfp4", _T.MXFP4, _F.MOSTLY_MXFP4_MOE, _mxfp4),
         GgufType("iq4_nl", _T.IQ4_NL, _F.MOSTLY_IQ4_NL, _iq4_nl),
         GgufType("q4_0", _T.Q4_0, _F.MOSTLY_Q4_0, _q4_0),
-        GgufType("mxfp4", _T.MXFP4, _F.MOSTLY_MXFP4_MOE, _mxfp4),
         GgufType("q4_k", _T.Q4_K, _F.MOSTLY_Q4_K_M, _q4_k),
         GgufType("q4_1", _T.Q4_1, _F.MOSTLY_Q4_1, _q4_1),
         GgufType("q5_0", _T.Q5_0, _F.MOSTLY_Q5_0, _q5_0),
@@ -180,7 +180,7 @@ TYPES = {
         GgufType("f32", _T.F32, _F.ALL_F32),
     )
 }
-"""The types by name, in the order that auto tries: the smallest first, save mxfp4 (4.25 bits)."""
+"""The types by name, in the order that auto tries: the smallest first."""
 
 
 def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None = None) -> Encoded:

@@ -15,6 +15,7 @@ from export import Bitmask4Linear
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
 from export.to_sparse import main
+from mrp_lightning import prune_weight
 from mrp_lightning.errors import FormatError
 
 from .conftest import Exported, onto_grid, refusal, write_report
@@ -78,6 +79,18 @@ def test_what_the_report_says_decides(coded, config, written):
     write_report(coded, {DOWN: (32, 64)}, **FOUR_BITS | config)
     layers = choose_layers(open_checkpoint(coded))
     assert {layer.form.option for layer in layers} == {written}
+
+
+def test_the_grid_of_an_engine_is_none_of_four_bits(llama):
+    """Its scales have the eight significant bits of bfloat16; those of bitmask4 have five."""
+    tensors = load_file(llama / "model.safetensors")
+    weight = tensors[f"{DOWN}.weight"]
+    pruned = prune_weight(weight, torch.eye(64), pattern="2:4", grid="int4-g64").weight
+    tensors[f"{DOWN}.weight"] = pruned
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    write_report(llama, {DOWN: (32, 64)}, pattern="2:4", grid="int4-g64")
+    layers = choose_layers(open_checkpoint(llama))
+    assert {layer.form.option for layer in layers} == {"packed"}
 
 
 def test_a_report_of_bits_that_no_run_has_is_refused(coded):

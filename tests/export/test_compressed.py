@@ -6,12 +6,15 @@ import re
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from callbacks import MRPCallback
+from export.conversion.integer_layouts import LAYOUTS
 from export.to_sparse import main
 from mrp_lightning import CausalLM, Trainer
+
+from .conftest import refusal
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
@@ -19,12 +22,12 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 @pytest.fixture
 def pruned(tmp_path):
     """A function that prunes a LLaMA with 64 and 128 columns, and returns the directory."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
 
-    def prune(name="run", **options):
+    def prune(name="run", width=128, **options):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2}
+        config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "dense")
         windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
         callback = MRPCallback(save_dir=tmp_path / name, **options)
         loader = torch.utils.data.DataLoader(windows, batch_size=4)
@@ -190,3 +193,53 @@ def test_a_model_that_is_stored_wider_than_it_was_pruned_is_explained(pruned, ca
     with pytest.raises(SystemExit):
         export(run)
     assert "pruned as bfloat16 and is stored as torch.float32" in capsys.readouterr().err
+
+
+def test_columns_that_leave_a_word_incomplete_are_read_back(pruned, capsys):
+    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    run = pruned(width=20, bits=3)
+    stored = load_file(export(run) / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert stored[f"{name}_packed"].shape == (64, 3)  # 20 columns in words of eight
+    assert "the same logits" in capsys.readouterr().out
+
+
+def test_a_shape_is_judged_by_the_bits_that_the_file_gets(pruned):
+    """12 rows fit in words of four codes of 8 bits, which only the last layer needs."""
+    run = pruned(width=12, bits=3)
+    tensors = load_file(run / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    weight.copy_(torch.arange(weight.numel()).view_as(weight) % 101)  # no codes of 4 bits
+    save_file(tensors, run / "model.safetensors", {"format": "pt"})
+    config = json.loads((export(run, form="gptq") / "config.json").read_text())
+    assert config["quantization_config"]["bits"] == 8
+
+
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_values_that_are_not_finite_are_refused_and_named(form, pruned, capsys):
+    run = pruned(grid="int4-g32")
+    tensors = load_file(run / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, run / "model.safetensors", {"format": "pt"})
+    assert "model.norm.weight: 1\n" in refusal([str(run), "--format", form], capsys)
+
+
+def test_options_that_the_format_does_not_use_are_refused(tmp_path, capsys):
+    given = ["--allow-partial", "--text", "a.txt", "--device", "cuda:99", "--head-bits", "8"]
+    shown = refusal([str(tmp_path), "--format", "gptq", *given], capsys)
+    assert "no use for `--head-bits`, `--allow-partial`, `--text`, `--device`. Leave" in shown
+
+
+def test_a_check_says_what_it_found(pruned, capsys):
+    run = pruned(grid="int4-g32")
+    capsys.readouterr()
+    out = export(run, "--check-only", form="gptq")
+    assert capsys.readouterr().out == (
+        f"checked only: {out} does not exist, and nothing was written\n"
+    )
+    export(run, form="gptq")
+    capsys.readouterr()
+    export(run, "--check-only", form="gptq")
+    shown = capsys.readouterr().out
+    assert "14 layers in 4 bits" in shown
+    assert shown.endswith(f"Checked: {out}\n")

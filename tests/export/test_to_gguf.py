@@ -232,6 +232,21 @@ def test_a_matrix_that_was_pruned_in_bfloat16_is_exact(stored_as):
     assert encode("blk.0.ffn_down.weight", quantised.to(stored_as), "auto").kind.name == "iq4_nl"
 
 
+def test_of_two_types_that_hold_a_matrix_auto_takes_the_smaller():
+    """Codes of both q4_0 and mxfp4 with scales that are powers of two."""
+    codes = torch.randint(-4, 5, (8, 64), generator=torch.Generator().manual_seed(0))
+    weight = codes / 8
+    sizes = {kind: encode("blk.0.ffn_down.weight", weight, kind) for kind in ("q4_0", "mxfp4")}
+    assert sizes["mxfp4"].content.nbytes < sizes["q4_0"].content.nbytes
+    assert encode("blk.0.ffn_down.weight", weight, "auto").kind.name == "mxfp4"
+
+
+def test_the_help_names_both_default_files(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "RUN-TYPE.gguf, or RUN.gguf with auto" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_steps_and_units_are_stored_to_the_bit(dtype):
     """Package gguf reads back what was encoded, with signs and steps of all sizes."""

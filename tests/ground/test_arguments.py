@@ -65,6 +65,7 @@ def test_what_the_types_allow_is_taken(arguments):
             {"rate": "1e-3"},
             "`rate` must be a number or None; got '1e-3'. Give 0.001, without quotes.",
         ),
+        ({"rate": "{[]: 1}"}, "`rate` must be a number or None; got '{[]: 1}'."),
         ({"names": 5}, "`names` must be a list of text or text or None; got 5."),
         ({"names": ["a", 5]}, "`names` must be a list of text or text or None; got ['a', 5]."),
         ({"files": "a"}, "`files` must be a list of text or a path; got 'a'."),

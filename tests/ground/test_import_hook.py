@@ -39,6 +39,21 @@ def test_plug_ins_follow_the_table_once(table):
     assert sys.meta_path == finders
 
 
+def test_plug_ins_that_fail_are_asked_for_again(table):
+    finders = [*sys.meta_path]
+    plugins = table.with_name("some_plugins.py")
+    works = plugins.read_text()
+    plugins.write_text("raise RuntimeError('not yet')")
+    table.write_text("entered = []")
+    import_after("some_table", "some_plugins")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not yet"):
+            import_module("some_table")
+    plugins.write_text(works)
+    assert import_module("some_table").entered == [1]
+    assert sys.meta_path == finders
+
+
 def test_a_table_that_is_there_gets_its_plug_ins_at_once(table):
     table.write_text("entered = []")
     module = import_module("some_table")

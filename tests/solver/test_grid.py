@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,7 +116,8 @@ def test_scales_are_rounded_to_the_nearest(bits):
 
 
 def test_options_are_checked():
-    for bits in (2, 5, 16, 4.5, True, "4"):
+    assert grid_of_bits(np.int64(4), np.int64(64)) == grid_of_bits(4, 64)
+    for bits in (2, 5, 16, 4.5, 4.0, True, "4", []):
         with pytest.raises(OptionError, match="`bits` must be 3, 4 or 8"):
             grid_of_bits(bits)
     for group in (0, -64, 1.5, None, True):
