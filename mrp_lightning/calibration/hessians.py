@@ -182,6 +182,8 @@ class _Watch(ABC):
 
 
 _MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
+_OPERANDS = ("input", "weight", "other", "mat2")
+"""The names of the operands of these products and of `linear`, the left one first."""
 
 
 class Products(TorchFunctionMode):
@@ -213,7 +215,7 @@ class Products(TorchFunctionMode):
         kwargs = kwargs or {}
         is_linear = func is functional.linear
         if is_linear or func in _MATMULS:
-            left, right = (*args, *kwargs.values())[:2]
+            left, right = (*args, *(kwargs[name] for name in _OPERANDS if name in kwargs))[:2]
             self._look(left, right.mT if is_linear and right.ndim > 1 else right)
         return func(*args, **kwargs)
 

@@ -283,14 +283,15 @@ class CausalLM(LightningModule):
     ) -> Self:
         """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
 
-        Only tensors and plain containers are unpickled, unless `weights_only` is false, or `None`
-        for a URL, since other objects can run code.
+        Only tensors and plain containers are unpickled, unless `weights_only` is false, since other
+        objects can run code. `None` means true.
 
         Raises:
             FormatError: The file is no Lightning checkpoint, damaged, or holds objects that
                 `weights_only` forbids.
         """
-        with explained_checkpoint(checkpoint_path):
+        weights_only = weights_only is not False  # Lightning takes `None` for false with a URL
+        with explained_checkpoint(checkpoint_path, weights_only=weights_only):
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )
@@ -434,11 +435,13 @@ class CausalLM(LightningModule):
         """Fill `evaluation`, and log the perplexity of each text with its context.
 
         Raises:
-            TargetError: The loss is NaN, since there are NaN values among the logits.
+            TargetError: The loss is NaN, since there are NaN values among the logits or, if the
+                model is streamed, among the weights of a block.
         """
         self.evaluation = self._texts.figures()
         lost = [n for n, x in self.evaluation.items() if x["tokens"] and math.isnan(x["loss"])]
         if lost:
+            self._refuse_not_finite_blocks()
             raise TargetError(
                 f"The logits of the model hold NaN on {', '.join(lost)}, but its weights are "
                 f"finite: its activations overflow in {self.model.dtype}. Evaluate it in another "
@@ -452,6 +455,14 @@ class CausalLM(LightningModule):
                 f"{name}: perplexity {figures['perplexity']:.3f} (context {figures['context']}, "
                 f"{windows}{bos}, {counted(figures['tokens'], 'predicted token')})"
             )
+
+    def _refuse_not_finite_blocks(self) -> None:
+        """Raise a TargetError for NaN or Inf in a streamed block, which `setup` does not read."""
+        if self.streamed is None:
+            return
+        for name, block in self.streamed.blocks.items():
+            with self.streamed.pinned(block):
+                refuse_not_finite([], block.named_parameters(prefix=name))
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with linear warm-up and cosine decay over the trainer's steps.

@@ -197,12 +197,13 @@ class PruningProgress(Listener):
         super().__init__()
         self._job, self._reporter = job, reporter
         self._shown = -1
-        self._done = self._resumed = 0
+        self._done = self._uncounted = 0
         self._pruning_since = self._last_block = reporter.elapsed()
 
     def started(self, walk: str) -> None:
-        """Start the clock of the first block."""
+        """Start the clock of a walk's first block; blocks of a walk before it count no more."""
         super().started(walk)
+        self._uncounted = self._done
         self._pruning_since = self._last_block = self._reporter.elapsed()
 
     def log(self, text: str) -> None:
@@ -225,11 +226,11 @@ class PruningProgress(Listener):
         """Log a block and its layers."""
         now = self._reporter.elapsed()
         seconds, self._last_block = now - self._last_block, now
-        self._resumed += (k + 1 - self._done) * resumed
+        self._uncounted += (k + 1 - self._done) * resumed
         self._done = k + 1
         # The clock of the estimate starts after the last restored block: these take a small part of
         # the time of a pruned one.
-        if self._done == self._resumed:
+        if self._done == self._uncounted:
             self._pruning_since = now
         block = f"block {self._done}/{self._job.steps}"
         mean_loss = sum(row.relative_loss or 0.0 for row in rows) / max(1, len(rows))
@@ -263,8 +264,8 @@ class PruningProgress(Listener):
             self._reporter.log_metrics(measured, step)
 
     def _left(self) -> str:
-        """Return the remaining time in words; empty until a block is pruned, and at the end."""
-        pruned = self._done - self._resumed
+        """Return the remaining time in words; empty until a walk has pruned one, and at the end."""
+        pruned = self._done - self._uncounted
         if not pruned or self._done >= self._job.steps:
             return ""
         seconds_each = (self._last_block - self._pruning_since) / pruned

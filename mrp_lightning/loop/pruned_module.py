@@ -42,7 +42,8 @@ from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.targets.values import pruned_layers
+from mrp_lightning.targets.blocks import named_modules
+from mrp_lightning.targets.layers import layers_of, why_not_plain
 from mrp_lightning.upstream.torch_names import without_compiled
 
 log = logging.getLogger(__name__)
@@ -353,8 +354,13 @@ def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
         return report  # a narrower model cannot regain its removed units
     # At least as many zeros as were removed, layer by layer: training that holds the mask keeps all
     # of them, and may add others.
-    zeros = {layer.name: int((layer.weight == 0).sum()) for layer in pruned_layers(model)}
     removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
+    zeros = {
+        layer.name: int((layer.weight == 0).sum())
+        for name, module in named_modules(model)
+        for layer in layers_of(name, module)
+        if layer.name in removed and why_not_plain(layer) is None
+    }
     is_sparse = all(zeros.get(name, 0) >= count for name, count in removed.items())
     return report if is_sparse else None
 

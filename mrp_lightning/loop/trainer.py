@@ -23,6 +23,7 @@ from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.distributed import require_whole_models
 from mrp_lightning.loop.progress import BatchLog
+from mrp_lightning.models.checkpoint import text_config
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.settings import Settings
@@ -123,9 +124,8 @@ class Trainer(pl.Trainer):
         model = None if model is None else as_lightning_module(model)
         with self._borrow(callbacks), self._explained_memory():
             # Before workers are started, in which an error would end in tracebacks of all of them.
-            for callback in callbacks_that_prune(self):
-                if callback.report is None or not callback.report.complete:
-                    require_whole_models(self, type(callback).__name__)
+            for callback in _to_prune(self):
+                require_whole_models(self, type(callback).__name__)
             if dataloaders is None and datamodule is None:
                 self._require_data(model)
             return super().predict(
@@ -150,8 +150,8 @@ class Trainer(pl.Trainer):
             )
 
     def _explained_memory(self) -> AbstractContextManager[None]:
-        """Return a context that explains out-of-memory errors if a callback prunes."""
-        offloads = [callback.settings.offload for callback in callbacks_that_prune(self)]
+        """Return a context that explains out-of-memory errors if a callback is to prune."""
+        offloads = [callback.settings.offload for callback in _to_prune(self)]
         if not offloads:
             return nullcontext()
         return explained_out_of_memory(self.strategy.root_device, offload=any(offloads))
@@ -218,8 +218,9 @@ class TensorsOnly(TorchCheckpointIO):
             FormatError: The file is damaged, no Lightning checkpoint, or holds objects that
                 `weights_only` forbids.
         """
-        with explained_checkpoint(path):
-            content = super().load_checkpoint(path, map_location, weights_only is not False)
+        weights_only = weights_only is not False
+        with explained_checkpoint(path, weights_only=weights_only):
+            content = super().load_checkpoint(path, map_location, weights_only)
             if reason := why_no_checkpoint(content):
                 raise FormatError(f"`ckpt_path`: {path} cannot be read: {reason}.")
             return content
@@ -247,6 +248,12 @@ def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:
     """Return the callbacks of a trainer that prune, in their order."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, Pruning)]
+
+
+def _to_prune(trainer: pl.Trainer) -> list[Pruning]:
+    """Return the callbacks that prune and have not finished; a callback prunes once."""
+    callbacks = callbacks_that_prune(trainer)
+    return [c for c in callbacks if c.report is None or not c.report.complete]
 
 
 def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
@@ -304,7 +311,7 @@ def _reads_text_alone(model: PreTrainedModel) -> bool:
     """Return whether a model generates text, and reads token ids alone: no images, no encoder."""
     # Models of several kinds of input nest the configuration of their text model in their own.
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
-    return is_decoder and model.config.get_text_config() is model.config
+    return is_decoder and text_config(model.config) is model.config
 
 
 _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}

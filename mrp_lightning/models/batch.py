@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mrp_lightning.errors import DataError
+from mrp_lightning.models.checkpoint import text_config
 
 
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -110,7 +111,7 @@ def _embedding(model: PreTrainedModel) -> Tensor | None:
     Multimodal models, which may mark images by ids outside of the vocabulary, also give `None`.
     """
     # The configuration of a multimodal model holds that of its text part, another object.
-    if model.config.get_text_config() is not model.config:
+    if text_config(model.config) is not model.config:
         return None
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)

@@ -269,15 +269,27 @@ def build_without_weights(
         ) from error
 
 
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return the configuration of a model's text part, its own if it has no other part.
+
+    The result is `None` if there are several, such as the encoder and the decoder of MusicGen.
+    """
+    try:
+        return config.get_text_config()
+    except ValueError:  # transformers' error for a configuration of several text models
+        return None
+
+
 def longest_sequence(config: PreTrainedConfig) -> int | None:
     """Return the longest sequence, in tokens, that a model can read, by its configuration.
 
     For learned positions, this is the size of their table; for rotary positions, which have no
     limit, the length for which the model was made. For a multimodal model, the text part counts.
     The result is `None` if nothing limits the length: attention is biased by distance (BLOOM,
-    Falcon with `alibi`, T5), or the model has a state instead of positions (Mamba).
+    Falcon with `alibi`, T5), or the model has a state instead of positions (Mamba). It is `None`,
+    too, for a model with several text parts, each of which may have a limit of its own.
     """
-    text = config.get_text_config()
+    text = text_config(config)
     if getattr(text, "alibi", False):
         return None
     # MPT biases attention by distance, too, but transformers computes `max_seq_len` biases.

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mrp_lightning.errors import TargetError
-from mrp_lightning.models.checkpoint import build_without_weights, model_class
+from mrp_lightning.models.checkpoint import build_without_weights, model_class, text_config
 
 _INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "decoder_input_ids")
 """The inputs of transformers' models, by which texts, images, sounds and second texts are read."""
@@ -29,10 +29,7 @@ _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 def reads_text_alone(model: PreTrainedModel) -> bool:
     """Return whether token ids are a model's only inputs: no images, no sounds, no second text."""
     config = model.config
-    try:
-        is_one = config.get_text_config() is config
-    except ValueError:  # transformers' error for a configuration of several text models
-        is_one = False
+    is_one = text_config(config) is config
     return is_one and model.main_input_name == "input_ids" and not config.is_encoder_decoder
 
 

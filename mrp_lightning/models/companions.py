@@ -19,13 +19,13 @@ _MODULES = "modules.json"
 """The file in which sentence-transformers lists the modules that run one after another. Each has a
 directory, `path`; the transformer's is the checkpoint itself."""
 
-OF_TOKENIZER = frozenset(
-    {
-        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"),
-        *("merges.txt", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json"),
-        *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    }
-)
+VOCABULARIES = frozenset({"vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"})
+"""Files from which a tokenizer can be loaded that has no `tokenizer*`."""
+
+OF_TOKENIZER = VOCABULARIES | {
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+}
 """The files of a tokenizer, which another tokenizer replaces together."""
 
 
@@ -59,7 +59,8 @@ class Companions:
                 continue
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.directory / file, copy)
-        if lost := [f"{file} → {to}" for file, to in self.outside.items() if file not in without]:
+        lost = [f"{file} → {to}" for file, to in self.outside.items() if str(file) not in without]
+        if lost:
             log.warning(
                 "%s holds links to files elsewhere, which are not copied: %s. Copy them yourself.",
                 self.directory,

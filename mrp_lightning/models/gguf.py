@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.upstream.other_names import bounded_gguf, bounded_gguf_readers
@@ -128,9 +129,9 @@ def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
         _check_lengths(path, path.stat().st_mtime_ns)
         with _bar_where_wanted(), bounded_gguf_readers():
             yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
-    except DependencyError:
-        raise
     except Exception as error:  # of any type: readers do not check a file that is cut off
+        if isinstance(error, DependencyError) or is_out_of_memory(error):
+            raise
         raise FormatError(f"`{argument}`: {file} {_why_not_read(file, error)}") from error
 
 

@@ -392,8 +392,13 @@ def _why_no_safetensors(file: Path) -> str | None:
 
 
 @contextmanager
-def explained_checkpoint(path: Any) -> Iterator[None]:
+def explained_checkpoint(path: Any, *, weights_only: bool = True) -> Iterator[None]:
     """Explain errors of reading a Lightning checkpoint, a path or URL, in this context.
+
+    Args:
+        path: The checkpoint.
+        weights_only: Whether only tensors and plain containers are read; other objects explain an
+            error only then.
 
     Raises:
         FormatError: The file is damaged, no Lightning checkpoint, or holds objects that may not be
@@ -407,8 +412,12 @@ def explained_checkpoint(path: Any) -> Iterator[None]:
         reason = None
         if isinstance(path, str | Path) and Path(path).is_file():
             # A file that reads well here leaves `reason` empty: the error has another cause, and
-            # passes.
-            reason = why_no_pickle(Path(path)) or why_no_checkpoint(read_pickle(path))
+            # passes. So it does with an archive that was read whole, other objects included.
+            reason = why_no_pickle(Path(path))
+            if reason is None:
+                reason = why_no_checkpoint(read_pickle(path))
+            elif not weights_only and zipfile.is_zipfile(path):
+                reason = None
         elif isinstance(error, pickle.UnpicklingError):
             reason = "it holds more than tensors and plain containers, and only these are read"
         if reason is None:

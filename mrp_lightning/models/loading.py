@@ -40,6 +40,7 @@ from mrp_lightning.models.checkpoint import (
     why_not_readable,
 )
 from mrp_lightning.models.classes import require_causal, require_text
+from mrp_lightning.models.companions import VOCABULARIES
 from mrp_lightning.models.gguf import find_gguf, gguf_config, gguf_model, has_tokenizer, reading
 from mrp_lightning.models.integrity import (
     check_files,
@@ -445,14 +446,17 @@ def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundErro
 
 
 def find_tokenizer(source: str, **hub: Any) -> Any:
-    """Load the tokenizer stored with a model (`tokenizer*` in a directory), `None` without one.
+    """Load the tokenizer stored with a model, `None` without one.
+
+    A directory has one if it holds a file `tokenizer*` or a vocabulary (`VOCABULARIES`).
 
     Raises:
         DataError: The tokenizer cannot be loaded. `load_tokenizer` raises more.
     """
     path = Path(source).expanduser()
     if path.is_dir() and find_gguf(source) is None:
-        return load_tokenizer(path, **hub) if any(path.glob("tokenizer*")) else None
+        has_files = any(path.glob("tokenizer*")) or any((path / n).is_file() for n in VOCABULARIES)
+        return load_tokenizer(path, **hub) if has_files else None
     try:
         return load_tokenizer(source, **hub)
     except FileNotFoundError:
@@ -460,10 +464,12 @@ def find_tokenizer(source: str, **hub: Any) -> Any:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Return the files of a tokenizer for a Lightning checkpoint: bytes, by file name."""
+    """Return the files of a tokenizer for a Lightning checkpoint: bytes, by path with `/`."""
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+        # Further chat templates are in a directory of their own.
+        files = [path for path in sorted(Path(directory).rglob("*")) if path.is_file()]
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
 def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
@@ -473,10 +479,12 @@ def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
         DataError: The files are no tokenizer, or a damaged one.
         FileNotFoundError: The files do not suffice for a tokenizer.
     """
-    # The names come from a checkpoint, so they are bare file names: `../x` or an absolute path
-    # would write outside of the temporary directory.
+    # The names come from a checkpoint, so each of their parts is a bare name: `../x` or an absolute
+    # path would write outside of the temporary directory.
     is_right = isinstance(files, dict) and all(
-        isinstance(name, str) and Path(name).name == name != ".." and isinstance(content, bytes)
+        isinstance(name, str)
+        and all(part and Path(part).name == part != ".." for part in name.split("/"))
+        and isinstance(content, bytes)
         for name, content in files.items()
     )
     if not is_right:
@@ -486,5 +494,7 @@ def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
         )
     with TemporaryDirectory() as directory:
         for name, content in files.items():
-            Path(directory, name).write_bytes(content)
+            file = Path(directory, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
         return load_tokenizer(directory)

@@ -2,8 +2,9 @@ import pytest
 import torch
 from thread_processes import together
 from torch import Tensor, nn
+from torch.nn import functional
 
-from mrp_lightning.calibration.hessians import Calibration, InputsDiffer
+from mrp_lightning.calibration.hessians import Calibration, InputsDiffer, Products
 from mrp_lightning.calibration.padding import Padding, taken
 from mrp_lightning.targets.layers import Layer, Linear
 
@@ -45,6 +46,20 @@ def test_layers_share_a_hessian_only_if_they_share_the_very_input():
     flat = inputs.flatten(0, 1)
     for name, x in (("q", flat), ("changed", flat + 1)):
         torch.testing.assert_close(groups[name].accumulator.hessian(), 2 * x.T @ x / 15)
+
+
+@torch.no_grad()
+def test_operands_of_a_product_are_known_by_name():
+    layer, x = nn.Linear(8, 8), torch.randn(5, 8)
+    weight, bias, seen = layer.weight, layer.bias, []
+    with Products([Linear("", layer)], lambda _, inputs: seen.append(inputs)):
+        functional.linear(bias=bias, weight=weight, input=x)
+        functional.linear(x, bias=bias, weight=weight)
+        torch.matmul(other=weight.T, input=x)
+        torch.mm(x, out=torch.empty(5, 8), mat2=weight.T)
+        x.matmul(other=weight.T)
+    assert len(seen) == 5
+    assert all(inputs is x for inputs in seen)
 
 
 @torch.no_grad()

@@ -2,11 +2,13 @@
 
 import json
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
 import pytest
 import torch
+from families import build
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -14,6 +16,7 @@ from callbacks import KeepSparsity, MRPCallback, SaveModel
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import StrategyError, TargetError
 from mrp_lightning.files import MANIFEST
+from mrp_lightning.targets.layers import holds_experts, layers_of
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -164,6 +167,17 @@ def test_the_report_does_not_outlive_the_zeros(tiny_llama, loader, tmp_path):
     assert not (out / "pruning_report.json").exists()
 
 
+def test_few_zeros_keep_the_report(tiny_llama, loader, tmp_path):
+    prune = MRPCallback(sparsity=0.04, save_dir=tmp_path / "pruned")
+    Trainer(**QUIET).predict(CausalLM(tiny_llama), loader, callbacks=[prune])
+    model = CausalLM(tmp_path / "pruned")
+    model.model.model.layers.requires_grad_(False)
+    save = SaveModel(str(tmp_path / "tuned"))
+    lightning.Trainer(max_steps=1, callbacks=[save], **QUIET).fit(model, loader)
+    report = json.loads((tmp_path / "tuned" / "pruning_report.json").read_text())
+    assert report["provenance"]["trained"]["steps"] == 1
+
+
 def test_a_dense_model_has_nothing_to_keep(tiny_llama, loader):
     model = CausalLM(tiny_llama)
     with pytest.raises(TargetError, match="no layer of the model is pruned"):
@@ -181,3 +195,18 @@ def test_sharded_strategies_are_refused_by_name(name, monkeypatch):
     monkeypatch.setattr(trainer.strategy, "__class__", sharded)
     with pytest.raises(StrategyError, match=f"KeepSparsity needs whole weights.*{name}"):
         trainer.callbacks[0].setup(trainer, CausalLM.__new__(CausalLM), "fit")
+
+
+def test_zeros_of_an_expert_that_is_not_pruned_are_trained():
+    model = build("mixtral")
+    experts = [e for _, m in model.named_modules() if holds_experts(m) for e in layers_of("", m)]
+    pruned, dense = (e for e in experts[:3] if e.stack == "gate_up_proj")
+    with torch.no_grad():
+        pruned.view[:, ::2] = 0
+        dense.view[0, 0] = 0
+    kept = KeepSparsity()
+    kept.on_train_start(SimpleNamespace(optimizers=[]), model)
+    masks = {id(parameter): mask for parameter, mask in kept._pruned}
+    assert torch.equal(pruned.arranged(masks[id(pruned.parameter)]), pruned.view == 0)
+    assert not dense.arranged(masks[id(dense.parameter)]).any()
+    assert sum(map(int, kept.removed.values())) == sum(int(mask.sum()) for _, mask in kept._pruned)

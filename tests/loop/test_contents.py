@@ -1,12 +1,15 @@
 """A streamed `CausalLM` evaluates as one in memory, and refuses what needs all weights at once."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, TargetError
 
 QUIET = {
     "accelerator": "cpu",
@@ -29,6 +32,17 @@ def test_it_evaluates_block_by_block(tiny_llama, loop, offload):
     ]
     assert found[0] == found[1]
     assert all(tensor.is_meta for tensor in streamed.model.model.layers.parameters())
+
+
+def test_a_streamed_weight_that_is_no_number_is_named(tiny_llama, tmp_path):
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    state, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    state[name][3, 5] = torch.nan
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = CausalLM(tmp_path, streaming=True)
+    with pytest.raises(TargetError, match=rf"^NaN or Inf in 1 parameter(?s:.*)\n  {name}: 1$"):
+        Trainer(**QUIET).test(model, LOADER, verbose=False)
+    assert all(tensor.is_meta for tensor in model.model.model.layers.parameters())
 
 
 def test_it_is_in_the_hyperparameters(tiny_llama):

@@ -112,6 +112,23 @@ def test_blocks_from_a_journal_do_not_count_for_the_estimate(clock, caplog):
     ]
 
 
+def test_each_walk_is_estimated_from_its_own_blocks(clock, caplog):
+    listener = listener_of(4)
+    for k in range(2):
+        clock.now += 10.0
+        listener.finished(k, [], resumed=False)
+    listener.started("whole model")
+    clock.now += 40.0
+    listener.progress(Progress(3, 4, "q_proj"))
+    listener.finished(2, [], resumed=False)
+    assert logged(caplog) == [
+        "block 1/4 · 10 s, about 30 s left",
+        "block 2/4 · 20 s, about 20 s left",
+        "block 3/4 · q_proj · 60 s",
+        "block 3/4 · 60 s, about 40 s left",
+    ]
+
+
 def test_the_bar_says_how_long_it_takes_yet(build, batches, monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(progress.ProgressReporter, "log_seldom", lambda _, text: seen.append(text))

@@ -6,7 +6,13 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    MusicgenConfig,
+    MusicgenForConditionalGeneration,
+)
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
@@ -108,6 +114,38 @@ def test_a_model_that_sees_is_called_with_its_images(trainer):
         trainer.predict(
             CausalLM(model), DataLoader([batch]), callbacks=[MRPCallback(pattern="2:4")]
         )
+
+
+def test_a_model_of_several_texts_is_pruned(trainer):
+    small = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MusicgenConfig(
+        text_encoder={"model_type": "t5", "vocab_size": 64, "d_model": 16, "d_ff": 32}
+        | {"d_kv": 8, "num_layers": 1, "num_heads": 2},
+        audio_encoder={"model_type": "encodec", "hidden_size": 16, "num_filters": 4}
+        | {"codebook_size": 64, "codebook_dim": 16, "upsampling_ratios": [2, 2]},
+        decoder={"model_type": "musicgen_decoder", "hidden_size": 16, "ffn_dim": 32}
+        | {"num_codebooks": 1, **small},
+    )
+    ids = torch.arange(3, 35).view(4, 8)
+    batches = DataLoader([{"input_ids": row, "decoder_input_ids": row} for row in ids], 2)
+    prune = MRPCallback(pattern="2:4")
+    model = MusicgenForConditionalGeneration(config).eval()
+    trainer.predict(model, batches, callbacks=[prune])
+    parts = {row.name.partition(".")[0] for row in prune.report.pruned}
+    assert parts == {"text_encoder", "decoder"}
+
+
+def test_a_lack_of_memory_is_one_to_prune_only_while_something_is_pruned(trainer):
+    model = families.build("llama")
+    batches, prune = DataLoader(torch.arange(3, 19).view(2, 8), 2), MRPCallback(pattern="2:4")
+    trainer.predict(model, batches, callbacks=[prune])
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.predict(model, batches, callbacks=[prune])
 
 
 def test_an_encoder_decoder_without_anything_to_decode_is_explained(trainer):

@@ -64,6 +64,9 @@ def test_links_to_elsewhere_are_named_and_not_copied(directory, tmp_path, caplog
     assert (tmp_path / "copy" / "again.json").read_text() == "config.json"
     assert not (tmp_path / "copy" / "notes.txt").exists()
     assert "notes.txt → " in caplog.text
+    caplog.clear()
+    companions.copy_to(tmp_path / "copy", without={"notes.txt"})
+    assert not caplog.text
 
 
 def test_files_that_were_written_are_not_replaced(directory, tmp_path):

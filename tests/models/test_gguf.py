@@ -16,7 +16,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
-from mrp_lightning.models.gguf import dequantized_once
+from mrp_lightning.models.gguf import dequantized_once, reading
 from mrp_lightning.models.loading import load_config, load_model, load_tokenizer
 from mrp_lightning.upstream.other_names import bounded_gguf
 
@@ -213,6 +213,12 @@ def test_a_damaged_file_is_named(size, tiny_gguf, tmp_path):
         CausalLM(damaged)
     with pytest.raises(FormatError, match=message):
         load_tokenizer(damaged)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_is_no_damage(error, tiny_gguf):
+    with pytest.raises(error), reading(tiny_gguf):
+        raise error
 
 
 def test_an_architecture_that_is_no_text_is_named(tiny_gguf, tmp_path):

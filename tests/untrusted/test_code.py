@@ -14,7 +14,7 @@ from export.conversion.checkpoint import open_checkpoint
 from export.loading import load
 from export.report import write_card
 from mrp_lightning.commands.main import main
-from mrp_lightning.errors import DataError, FormatError
+from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import TensorsOnly, Trainer
 from mrp_lightning.models.loading import (
@@ -64,7 +64,10 @@ def test_a_checkpoint_brings_no_tokenizer_with_code(with_code, never_asked):
         tokenizer_from_files(files)
 
 
-@pytest.mark.parametrize("files", [{"..": b""}, {"a/b": b""}, {"vocab.json": 3}, [1]])
+@pytest.mark.parametrize(
+    "files",
+    [{"..": b""}, {"a/../../b": b""}, {"/a": b""}, {"a/": b""}, {"": b""}, {"vocab.json": 3}, [1]],
+)
 def test_what_is_no_tokenizer_in_a_checkpoint_is_refused(files):
     with pytest.raises(DataError, match="no mapping of names of files to their bytes"):
         tokenizer_from_files(files)
@@ -111,14 +114,29 @@ def test_what_is_no_lightning_checkpoint_is_named(tmp_path, content):
         CausalLM.load_from_checkpoint(path)
 
 
-def test_a_checkpoint_from_a_url_runs_nothing(tiny_llama, tmp_path, harmful, monkeypatch):
+def test_objects_that_may_be_read_explain_no_other_error(tiny_llama, tmp_path):
+    path = saved(tmp_path / "a.ckpt", tiny_llama, more=tmp_path)
+    with pytest.raises(FormatError, match="calls pathlib"):
+        CausalLM.load_from_checkpoint(path)
+    with pytest.raises(OptionError, match="`learning_rate`"):
+        CausalLM.load_from_checkpoint(path, weights_only=False, learning_rate="high")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(FormatError, match=r"`ckpt_path`: .*a\.ckpt cannot be read"):
+        CausalLM.load_from_checkpoint(path, weights_only=False)
+
+
+@pytest.mark.parametrize("weights_only", [True, None])
+def test_a_checkpoint_from_a_url_runs_nothing(
+    tiny_llama, tmp_path, harmful, monkeypatch, weights_only
+):
     saved(tmp_path / "a.ckpt", tiny_llama, harmful)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(FormatError, match="holds more than tensors and plain containers"):
-            CausalLM.load_from_checkpoint(f"http://127.0.0.1:{server.server_address[1]}/a.ckpt")
+            url = f"http://127.0.0.1:{server.server_address[1]}/a.ckpt"
+            CausalLM.load_from_checkpoint(url, weights_only=weights_only)
         server.shutdown()
 
 
