@@ -47,7 +47,13 @@ def output_path(path: str | os.PathLike[str]) -> Path:
     shown = reprlib.repr(os.fspath(path))
     if "\0" in os.fspath(path):
         raise OptionError(f"{shown} cannot be a path: it holds a NUL. Leave that out.")
-    path = Path(path).expanduser()
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as error:
+        raise OptionError(
+            f"{shown} begins with the home directory of a user whom this machine does not know. "
+            "Write that directory in full."
+        ) from error
     if (size := max((len(os.fsencode(name)) for name in path.parts), default=0)) > _NAME_MAX:
         raise OptionError(
             f"{shown} cannot be a path: a name in it has {size} bytes, more than {_NAME_MAX}."

@@ -167,7 +167,7 @@ def _check_room(path: Path, argument: str, num_bytes: int) -> None:
 
 log = logging.getLogger(__name__)
 
-_STAGING = ".staging"
+_STAGING, _OLD = ".staging", ".old"
 
 
 def check_output_dir(
@@ -179,6 +179,8 @@ def check_output_dir(
     num_bytes: int = 0,
 ) -> None:
     """Check, before any work, that an output directory can be written without loss of data.
+
+    If a process was killed while it replaced the directory, the old content is put back first.
 
     Args:
         path: The directory to write; neither it nor its parents need exist. A symbolic link is
@@ -201,17 +203,17 @@ def check_output_dir(
     path = output_path(path)
     _check_replaceable(path, argument, sources)
     path = path.resolve()
-    check_content(path, argument, overwrite=overwrite)
-    _check_room(path, argument, num_bytes)
-    if os.path.lexists(_lock_file(path)):
+    if os.path.lexists(_lock_file(path)) or _set_aside(path):
         try:
             with _held(path, argument, timeout=0):
-                pass
+                _restore(path)  # before the check of the content, which it may change
         except Timeout as error:
             raise FileExistsError(
                 f"`{argument}`: another process is writing {path}. Wait for it, end it, or name "
                 "another directory."
             ) from error
+    check_content(path, argument, overwrite=overwrite)
+    _check_room(path, argument, num_bytes)
 
 
 @contextmanager
@@ -225,8 +227,9 @@ def save_directory(
     """Yield an empty directory that becomes `path` when the context ends without an error.
 
     After an error in the context, that directory is removed and `path` is unchanged. While another
-    process writes `path`, this function waits. Files get the default permissions of the umask; a
-    replaced directory keeps its own. All content is on the disk before the replaced directory is
+    process writes `path`, this function waits. If one was killed while it replaced `path`, the old
+    content is put back first. Files get the default permissions of the umask; a replaced directory
+    keeps its own. All content is on the disk before the replaced directory is
     deleted, and before the context ends. The arguments are those of `check_output_dir`.
 
     Raises:
@@ -242,6 +245,7 @@ def save_directory(
     link, path = path, path.resolve()
     make_directories(path.parent)
     with _held(path, argument):
+        _restore(path)
         check_content(path, argument, overwrite=overwrite)
         _check_room(path, argument, 0)
         _remove_abandoned(path)
@@ -346,6 +350,35 @@ def _remove_abandoned(path: Path) -> None:
             shutil.rmtree(staging, ignore_errors=True)
 
 
+def _set_aside(path: Path) -> list[Path]:
+    """Return the directories in which `_move_into_place` puts what `path` held."""
+    candidates = path.parent.glob(f".{glob.escape(path.name)}.????????{_OLD}")
+    return [aside for aside in candidates if aside.is_dir() and not aside.is_symlink()]
+
+
+def _restore(path: Path) -> None:
+    """Put back what a killed process moved aside; the lock must be held.
+
+    If `path` exists, it may hold the new content or what others put there, and the old content may
+    be its only copy: it stays, and a warning names its path.
+    """
+    newest_first = sorted(_set_aside(path), key=lambda aside: -aside.stat().st_mtime_ns)
+    for aside in newest_first:
+        old = aside / path.name
+        if old.is_dir() and not os.path.lexists(path):
+            old.rename(path)
+            flush(path.parent)
+            log.warning("Put %s back, which a process was replacing when it was killed.", path)
+        with suppress(OSError):
+            aside.rmdir()  # fails if it still holds the old directory
+        if os.path.lexists(old):
+            _warn_of(old, path)
+
+
+def _warn_of(old: Path, path: Path) -> None:
+    log.warning("%s still holds what %s held before. Move it away, or delete it.", old, path)
+
+
 def _give_permissions(staging: Path, path: Path) -> None:
     """Give files and directories the default permissions, since temporary ones are private.
 
@@ -367,15 +400,16 @@ def _give_permissions(staging: Path, path: Path) -> None:
 
 
 def _move_into_place(staging: Path, path: Path) -> None:
-    """Rename `staging` to `path`; delete the old content when the rename is on the disk."""
+    """Rename `staging` to `path`, and then the old content, if there is any, to `staging`."""
     if not path.exists():
         staging.rename(path)
         flush(path.parent)
         return
     # A directory with content cannot be replaced by one rename. Two are needed, and between them
-    # `path` does not exist; the old content then lies in `aside`, and is deleted only when the
-    # second rename is on the disk.
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    # `path` does not exist; the old content then lies in `aside`, from which `_restore` puts it
+    # back after a kill. Only when the second rename is on the disk it gets the name of `staging`,
+    # whose content may be deleted.
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_OLD, dir=path.parent))
     old = aside / path.name
     flush(path.parent)  # else a power failure could lose `aside`, and what is moved there
     try:
@@ -388,10 +422,14 @@ def _move_into_place(staging: Path, path: Path) -> None:
         # flush, leaves it at `path`.
         if os.path.lexists(old) and (staging.exists() or not os.path.lexists(path)):
             _put_back(old, path, error)
+        elif os.path.lexists(old):
+            _warn_of(old, path)
         with suppress(OSError):
             aside.rmdir()  # fails if it still holds the old directory
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        old.rename(staging)
+        aside.rmdir()
 
 
 def _put_back(old: Path, path: Path, reason: BaseException) -> None:

@@ -58,8 +58,11 @@ class KeepSparsity(Callback):
                 "KeepSparsity: no layer of the model is pruned (none has 5% zeros or more), so "
                 "there is nothing to keep. Give the pruned model, or leave the callback out."
             )
-        parameters = dict.fromkeys(layer.parameter for layer in layers)  # experts share a parameter
-        self._pruned = [(parameter, parameter.detach() == 0) for parameter in parameters]
+        # Experts share a parameter, and not all of them need be pruned.
+        masks = {x.parameter: torch.zeros_like(x.parameter, dtype=torch.bool) for x in layers}
+        for layer in layers:
+            layer.arranged(masks[layer.parameter]).copy_(layer.view == 0)
+        self._pruned = list(masks.items())
         self.removed = {layer.name: int((layer.weight == 0).sum()) for layer in layers}
         for optimizer in trainer.optimizers:
             # The hook is on the optimizer and not on the batch: with accumulation there are batches

@@ -18,6 +18,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.pruned_module import check_save_dir, save_trained
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.loading import as_dtype
+from mrp_lightning.outputs import require_writable
 from mrp_lightning.records import evaluation as records
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class SaveEvaluation(Callback):
     Raises:
         TypeError: The module is not a `CausalLM`; before the test starts.
         FormatError: The existing `evaluation.json` cannot be read; before the test starts.
+        FileExistsError: `save_dir` is a file; before the test starts.
+        PermissionError: `save_dir` cannot be created or written; before the test starts.
     """
 
     @checked
@@ -116,11 +119,12 @@ class SaveEvaluation(Callback):
         self._windows: list[Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check, before `test`, the module and an existing file that results are added to."""
+        """Check, before `test`, the module, the directory and an existing file in it."""
         if stage != "test":
             return
         if not isinstance(pl_module, CausalLM):
             raise TypeError(f"`SaveEvaluation` needs a CausalLM. Got {type(pl_module).__name__}.")
+        require_writable(self.save_dir, "save_dir")
         # The existing file is read before the test, since results are merged into it at the end,
         # when a damaged file would cost all of them.
         if (self.save_dir / records.NAME).exists():
@@ -166,9 +170,10 @@ def continuation(
 ) -> dict[str, str]:
     """Continue the beginning of a window by the model's most likely tokens.
 
-    The prompt has at most 32 tokens and half of the window, the continuation at most 48 tokens.
-    Together they are no longer than the window, so that the model can read them. Both end with a
-    whole word, if the text has words, since half a word would dominate the continuation.
+    The prompt has at most 32 tokens and half of the window (but at least one token), the
+    continuation at most 48 tokens. Together they are no longer than the window, so that the model
+    can read them. Both end with a whole word, if the text has words, since half a word would
+    dominate the continuation.
 
     Args:
         logits: Returns the logits (1, length, vocabulary) of token ids (1, length).
@@ -182,7 +187,7 @@ def continuation(
     def decoded(ids: Tensor) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-    start = _end_of_word(window, min(_PROMPT_TOKENS, len(window) // 2), decoded)
+    start = _end_of_word(window, min(_PROMPT_TOKENS, max(1, len(window) // 2)), decoded)
     ids = window[:start]
     for _ in range(min(_NEW_TOKENS, len(window) - start)):
         token = logits(ids[None])[0, -1].argmax()

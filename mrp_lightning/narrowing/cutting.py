@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import TargetError
+from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.narrowing.routing import Routing
 from mrp_lightning.narrowing.structure import BlockParts, Structure, set_attributes
 from mrp_lightning.targets.blocks import Block
@@ -115,14 +116,13 @@ class BlockTrial:
         if parts is None:
             return
         make = tuple((type(c.module), c.name, c.dim, c.width) for c in parts.cuts)
-        if make not in self._seen:
+        if make not in self._seen and _check_block(self._structure, parts, run, block):
             self._seen.add(make)
-            _check_block(self._structure, parts, run, block)
 
 
 def _check_block(
     structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], block: Block
-) -> None:
+) -> bool:
     """Check by a forward that the parts of a block's units are what their shapes suggest.
 
     Random units are removed temporarily. With their columns of the consumers zero, the output must
@@ -137,6 +137,9 @@ def _check_block(
             not reach it, so that nothing is checked.
         block: The block.
 
+    Returns:
+        Whether the batch reached the block.
+
     Raises:
         TargetError: The narrower block fails, or an output differs by more than rounding.
     """
@@ -147,7 +150,7 @@ def _check_block(
         routing.require_all()
     dense = run()
     if dense is None:
-        return
+        return False
     dense, name = dense.detach().clone(), block.name
     try:
         if routing is not None:
@@ -166,6 +169,8 @@ def _check_block(
         with set_attributes(parts.without(removed, structure.units)):
             narrower = _output(run)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise _refused(structure, name, f"does not run: {error}") from error
     # Another order of sums is no fault: allow rounding, relative to the units' effect or output.
     effect = float(torch.linalg.vector_norm(expected - dense.float()))
@@ -175,6 +180,7 @@ def _check_block(
         raise _refused(structure, name, "would lose more than those: others are made with them")
     if not float(torch.linalg.vector_norm(narrower - expected)) <= allowed:
         raise _refused(structure, name, "computes something else")
+    return True
 
 
 def _output(run: Callable[[], Tensor | None]) -> Tensor:

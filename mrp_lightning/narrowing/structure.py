@@ -63,7 +63,7 @@ class Cut:
         """Return the attribute with normal noise of the same deviation in the units' entries."""
         tensor, entries = self.tensor.detach(), self.entries(units)
         values = tensor.index_select(self.dim, entries)
-        noise = torch.randn(values.shape, generator=generator).to(values) * values.std()
+        noise = torch.randn(values.shape, generator=generator).to(values) * values.std(correction=0)
         return self._attribute(tensor.index_copy(self.dim, entries, noise))
 
     def _attribute(self, tensor: Tensor) -> Attribute:

@@ -32,7 +32,7 @@ class BlockTuning:
         batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
             calibration data, at least one of each process that has some left.
         held_out: The fraction of the windows, in (0, 1), that is held out: the last windows, at
-            least one.
+            least one and at most all but one.
 
     Raises:
         OptionError: Values are out of range; all are listed.

@@ -195,7 +195,8 @@ class BlockTuner:
         # Processes take windows in turn, so the last windows of all processes are the last of the
         # data.
         windows = sorted((n, rank) for rank, count in enumerate(counts) for n in range(count))
-        last = windows[-max(1, round(len(windows) * self.tuning.held_out)) :]
+        count = min(round(len(windows) * self.tuning.held_out), len(windows) - 1)
+        last = windows[-max(1, count) :]
         rest = sum(sizes) - sum(rank == self.processes.rank for _, rank in last)
         trained, held_out = [], []
         # `rest` counts the windows to train on that are left in this process. A batch in which it

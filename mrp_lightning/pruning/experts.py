@@ -144,10 +144,15 @@ class _Tokens:
         block, dense = self._block, self._block.dense_target
         batches = len(block.walk.batches)
         for i in range(batches):
-            call, inputs, rows = self._run(i, block.walk.output)
+            run = self._run(i, block.walk.output)
+            if run is None:
+                continue
+            call, inputs, rows = run
             shift = None
             if dense is not None:
-                dense_call, _, _ = self._run(i, dense.output)
+                dense_run = self._run(i, dense.output)
+                assert dense_run is not None
+                dense_call = dense_run[0]
                 assert dense_call.output is not None
                 assert call.output is not None
                 weight = block.job.settings.target_weight or 0.0
@@ -204,8 +209,11 @@ class _Tokens:
         gathered = processes.numbers(*(own_sums or [0.0] * length))
         return [sum(column) / self.count for column in zip(*gathered, strict=True)]
 
-    def _run(self, i: int, output: Callable[[int, int], Any]) -> tuple[Call, Tensor, Tensor]:
-        """Return the experts' call in batch i, their module's input, and the tokens' rows."""
+    def _run(self, i: int, output: Callable[[int, int], Any]) -> tuple[Call, Tensor, Tensor] | None:
+        """Return the experts' call in batch i, their module's input, and the tokens' rows.
+
+        The result is `None` if the batch does not reach the block.
+        """
         calls: list[Call] = []
         inputs: list[Tensor] = []
 
@@ -215,7 +223,8 @@ class _Tokens:
         hook = self._routing.module.register_forward_pre_hook(record, with_kwargs=True)
         try:
             with self._routing.recorded(calls.append):
-                output(self._block.k, i)
+                if output(self._block.k, i) is None:
+                    return None
         finally:
             hook.remove()
         if len(calls) != 1 or inputs[0].shape[:-1].numel() != len(calls[0].tokens):

@@ -138,8 +138,12 @@ class UnitRemover(Remover):
         )
         # All processes have the same sums, but different machines may round the solution
         # differently.
-        agreed = block.job.processes.like_first_(solution.weight.contiguous())
-        return replace(solution, weight=agreed)
+        like_first_ = block.job.processes.like_first_
+        return replace(
+            solution,
+            weight=like_first_(solution.weight.contiguous()),
+            removed=like_first_(solution.removed.contiguous()),
+        )
 
     def _row(
         self,

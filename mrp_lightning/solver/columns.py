@@ -9,7 +9,13 @@ from torch import Tensor
 from mrp_ground.arguments import checked, is_count, is_number
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
 from mrp_lightning.solver.hessian import DampedHessian, InputHessian
-from mrp_lightning.solver.problem import Quality, check_weight, output_energy
+from mrp_lightning.solver.problem import (
+    Quality,
+    check_weight,
+    output_energy,
+    require_dense,
+    require_in_range,
+)
 from mrp_lightning.solver.recipe import parse_method
 
 _PANEL = 64
@@ -366,12 +372,15 @@ def prune_columns(
     Raises:
         MethodError: The method removes no columns.
         OptionError: `count`, `group` or `damping` is out of range.
-        HessianError: H is unusable, or has another number of columns.
-        TargetError: The weight is not a finite floating-point matrix.
+        HessianError: H is unusable, has another number of columns, or gives a weight out of the
+            range of its dtype.
+        TargetError: The weight is not a finite floating-point matrix, or a tensor is on the meta
+            device or not dense.
     """
     check_column_method(method)
     if not is_number(damping) or damping < 0:
         raise OptionError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
+    require_dense(weight=weight, hessian=hessian)
     with torch.inference_mode(False), torch.no_grad():
         inputs = InputHessian(hessian.detach().to(weight.device))
         return remove_columns(
@@ -421,6 +430,7 @@ def remove_columns(
     wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
     optimum, gap = compensate_columns(choice, aim, inputs, group=group, dtype=wide)
     result = optimum.to(weight.dtype)
+    require_in_range(result, inputs.label)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)
     missed = output_energy(result.to(exact) - aim.to(exact), inputs.hessian)

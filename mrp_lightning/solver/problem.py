@@ -36,7 +36,7 @@ class InputShift(TokenSum):
         Raises:
             HessianError: No tokens were seen, or the sum holds NaN or Inf.
         """
-        if self._sum is None:
+        if self._sum is None or self.num_tokens == 0:
             raise HessianError(f"layer `{self.name}`: no calibration tokens were seen.")
         if not bool(self._sum.isfinite().all()):
             raise HessianError(
@@ -191,6 +191,26 @@ def output_energy(change: Tensor, hessian: Tensor) -> float:
 def _sum(values: Tensor) -> float:
     """Sum in float64, in which no sum of float32 numbers overflows."""
     return float(values.sum(dtype=torch.float64))
+
+
+def require_dense(**tensors: Tensor) -> None:
+    """Raise a `TargetError` for an argument on the meta device, or of another layout."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "meta" if tensor.is_meta else str(tensor.layout)
+            raise TargetError(
+                f"`{name}` must be a dense tensor with values; got a {kind} tensor. Load it to a "
+                "device, or make it dense with `to_dense()`."
+            )
+
+
+def require_in_range(weight: Tensor, label: str) -> None:
+    """Raise a `HessianError` if a compensated weight is out of the range of its dtype."""
+    if not bool(weight.isfinite().all()):
+        raise HessianError(
+            f"{label}: the compensated weight is out of the range of {weight.dtype}. "
+            "Raise `damping`, calibrate on more tokens, or take a wider dtype."
+        )
 
 
 def check_weight(weight: Tensor, inputs: InputHessian) -> None:

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from mrp_ground.arguments import checked
 from mrp_ground.grid import GridParameters
-from mrp_lightning.errors import (
-    ERROR_OF_ARGUMENT,
-    HessianError,
-    NumericalWarning,
-    PatternError,
-    TargetError,
-)
+from mrp_lightning.errors import ERROR_OF_ARGUMENT, NumericalWarning, PatternError
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.arithmetic import full_float32
 from mrp_lightning.solver.compensations import Compensated, ExactCompensation
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import FixedMask, Joint, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.problem import Problem, Quality, check_weight
+from mrp_lightning.solver.problem import (
+    Problem,
+    Quality,
+    check_weight,
+    require_dense,
+    require_in_range,
+)
 from mrp_lightning.solver.quantisation import gather_parameters, on_grid
 from mrp_lightning.solver.recipe import Method, Recipe
 
@@ -129,13 +129,7 @@ def prune_weight(
         grid=grid,
         zero_has_a_code=zero_has_a_code,
     )
-    for name, tensor in {"weight": weight, "hessian": hessian}.items():
-        if tensor.is_meta or tensor.layout != torch.strided:
-            kind = "meta" if tensor.is_meta else str(tensor.layout)
-            raise TargetError(
-                f"`{name}` must be a dense tensor with values; got a {kind} tensor. Load it to a "
-                "device, or make it dense with `to_dense()`."
-            )
+    require_dense(weight=weight, hessian=hessian)
     # The result must be an ordinary tensor, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         inputs = InputHessian(hessian.detach().to(weight.device))
@@ -300,11 +294,7 @@ def _solution(layer: _Solved, processes: Processes) -> Solution:
     gathered = processes.gather_rows(weight, rows)
     # All processes check all rows: if one raised alone, the others would wait for it in the next
     # collective call.
-    if not bool(gathered.isfinite().all()):
-        raise HessianError(
-            f"{inputs.label}: the compensated weight is out of the range of {weight.dtype}. "
-            "Raise `damping`, calibrate on more tokens, or take a wider dtype."
-        )
+    require_in_range(gathered, inputs.label)
     aims, parameters = task.target is not None, layer.grid_parameters
     if parameters is not None:
         parameters = gather_parameters(parameters, rows, processes)

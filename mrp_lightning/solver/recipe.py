@@ -232,11 +232,12 @@ def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
                 f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
                 f"{' and '.join(contradictions)}. Leave out one or the other."
             )
-        if holds_zeros and not grid.holds_zero:
+        if (holds_zeros or settings.zero_has_a_code) and not grid.holds_zero:
             raise OptionError(
                 f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
                 f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
-                "give `bits` with `zero_has_a_code`, or leave out `sparsity` and `pattern`."
+                "give `bits` with `zero_has_a_code`, or leave out `sparsity`, `pattern` and "
+                "`zero_has_a_code`."
             )
         return grid
     if bits is not None:

@@ -116,7 +116,8 @@ def make_plan(
     _refuse_unusual({contents.shown(name): reason for name, reason in unusual.items()})
     unfit = _indivisible(candidates, pattern, grid)
     if unfit and not skip_indivisible:
-        raise _misfit({contents.shown(each.name): each.reason for each in unfit}, pattern, grid)
+        reasons = {contents.shown(each.name): each.reason for each in unfit}
+        raise _misfit(reasons, candidates, pattern, grid)
     # Of a weight with several reasons the last one counts, the narrowest.
     left += [*_no_layers(contents, wish), *_tied(model, contents, candidates), *unfit]
     skipped = {each.name: replace(each, name=contents.shown(each.name)) for each in left}
@@ -394,10 +395,17 @@ def _indivisible(layers: list[Layer], pattern: Pattern, grid: Grid | None) -> li
     return unfit
 
 
-def _misfit(reasons: dict[str, str], pattern: Pattern, grid: Grid | None) -> PatternError:
-    cause = f"`pattern` {pattern}" if pattern.group > 1 else f"`grid` {grid}"
+def _misfit(
+    reasons: dict[str, str], layers: list[Layer], pattern: Pattern, grid: Grid | None
+) -> PatternError:
+    causes = []
+    if not all(pattern.divides(layer.grouped_columns) for layer in layers):
+        causes.append(f"`pattern` {pattern}")
+    if grid is not None and not all(grid.divides(layer.columns) for layer in layers):
+        causes.append(f"`grid` {grid}")
+    verb = "do" if len(causes) > 1 else "does"
     return PatternError(
-        f"{cause} does not fit {counted(len(reasons), 'layer')}. Name them in "
+        f"{' and '.join(causes)} {verb} not fit {counted(len(reasons), 'layer')}. Name them in "
         f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed(reasons)}"
     )
 

@@ -46,6 +46,9 @@ def test_what_cannot_be_recorded_is_refused_before_the_work(llama, quiet, window
     lm = CausalLM(llama())
     with pytest.raises(FormatError, match="is not JSON"):
         trainer.test(lm, DataLoader(windows), verbose=False)
+    file = tmp_path / records.NAME
+    with pytest.raises(FileExistsError, match="`save_dir` .*: expected a directory"):
+        Trainer(**quiet, callbacks=SaveEvaluation(file)).test(lm, DataLoader(windows))
     assert lm.evaluation == {}
 
 
@@ -87,3 +90,12 @@ def test_a_prompt_that_ends_within_a_character_stands_once(tiny_llama):
         assert " " not in whole.removeprefix(said).strip()  # but for the last word
     prompts = [parts["prompt"] for parts in found]
     assert prompts != [tokenizer.decode(window[:32]) for window in windows]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_window_of_few_tokens_is_continued_as_far_as_it_goes(length, tiny_llama):
+    lm = CausalLM(str(tiny_llama))
+    window = torch.tensor(lm.tokenizer("a b")["input_ids"][:length], dtype=torch.long)
+    found = continuation(lambda ids: lm.model(ids).logits, lm.tokenizer, window)
+    assert found["prompt"] == lm.tokenizer.decode(window[:1], skip_special_tokens=True)
+    assert bool(found["continuation"]) <= (length == 2)

@@ -334,3 +334,25 @@ def test_processes_remove_the_same(monkeypatch):
             assert row.tokens == alone.tokens
         for name, x in state.items():
             assert torch.equal(x, one[name]), name
+
+
+def test_a_batch_that_does_not_reach_the_block_is_left_out():
+    found = []
+    inputs = batches("mixtral")[:2]
+    for given in (inputs, [inputs[0], None, inputs[1]]):
+        model = build("mixtral")
+        settings = Settings(method="SM", sparsity=0.5, structure="experts")
+        plan = make_plan(model, settings.recipe.pattern)
+        job = Job(
+            model=model,
+            plan=narrowing_plan(model, "experts", 0.5, plan),
+            settings=settings,
+            forward=lambda batch, model=model: None if batch is None else model(**batch),
+            batches=given,
+        )
+        prune_model(job)
+        found.append((model.state_dict(), [row.tokens for row in report_of(job).layers]))
+    (state, tokens), (other, same) = found
+    assert tokens == same
+    for name, x in state.items():
+        assert torch.equal(x, other[name]), name

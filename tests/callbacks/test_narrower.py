@@ -1,6 +1,7 @@
 """Whole neurons and heads: the narrower model against the same model with zeros in their place."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +18,19 @@ import mrp_lightning
 from callbacks import MRPCallback
 from mrp_ground.grid import GRIDS
 from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetError, Trainer
-from mrp_lightning.narrowing.cutting import narrow
+from mrp_lightning.errors import OutOfMemoryError
+from mrp_lightning.narrowing.cutting import BlockTrial, narrow
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
 from mrp_lightning.processes import ALONE
 from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.prune_layers import Calibrated
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 
 NEURONS = [
@@ -448,3 +453,48 @@ def test_processes_cut_out_the_same(structure, bits):
     first = found[0][1].layers[0]
     assert first.relative_loss == pytest.approx(report.layers[0].relative_loss, rel=1e-4)
     assert first.tokens == report.layers[0].tokens
+
+
+def test_a_single_neuron_can_be_removed_where_producers_have_biases(tmp_path):
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_head=4, n_layer=1, n_inner=33, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    options = {"structure": "neurons", "sparsity": 0.03}
+    callback, _ = narrower(model, batches("gpt2"), tmp_path, **options)
+    assert callback.report.narrowed["kept"] == 32
+
+
+def test_out_of_memory_is_no_fault_of_the_structure(llama, loader, tmp_path):
+    def fail(module, args):
+        if args[0].shape[-1] < 128:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model = llama(intermediate_size=128)
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(fail)
+    with pytest.raises(OutOfMemoryError, match="CUDA out of memory"):
+        narrower(model, loader, tmp_path, structure="neurons")
+
+
+def test_a_block_is_checked_that_the_batch_reaches(llama):
+    model = llama(intermediate_size=128)
+    plan = narrowing_plan(model, "neurons", 0.5, make_plan(model, Unstructured(0.5)))
+    trial, (first, second) = BlockTrial(plan.structure), plan.blocks
+    trial.check(first, lambda: None)
+    with pytest.raises(TargetError, match="computes something else|would lose more"):
+        trial.check(second, lambda: torch.rand(2, 3))
+
+
+def test_all_processes_remove_the_units_of_the_first(llama):
+    """Whose rounding, here a Hessian of its own, decides between two sets."""
+    model = llama(intermediate_size=128)
+    plan = narrowing_plan(model, "neurons", 0.5, make_plan(model, Unstructured(0.5)))
+    (layer,) = plan.structure.blocks[plan.blocks[0].name].consumers
+    remover = UnitRemover(plan.structure, Recipe.of(method="SM", sparsity=0.5))
+
+    def solve(processes):
+        x = torch.randn(400, 128, generator=torch.Generator().manual_seed(processes.rank))
+        block = SimpleNamespace(job=SimpleNamespace(processes=processes))
+        calibrated = Calibrated(InputHessian(2 * x.T @ x / len(x)), len(x))
+        return remover._solved(block, [layer.weight], 1, calibrated)
+
+    for solution in together(2, solve):
+        assert torch.equal(solution.removed, (solution.weight == 0).all(0))

@@ -184,6 +184,11 @@ def test_names_that_cannot_be_are_told_before_any_work(name, message, tmp_path):
             check(f"{tmp_path}/{name}")
 
 
+def test_the_home_of_nobody_is_told_before_any_work():
+    with pytest.raises(OptionError, match=r"'~no_such_user/x' begins with the home directory"):
+        check_output_dir("~no_such_user/x")
+
+
 def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
     (tmp_path / "model").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError, match="model is a link that leads nowhere"):

@@ -257,3 +257,14 @@ def test_blocks_that_return_something_else_are_refused_before_anything_is_pruned
         prune_model(model, batches, beyond={"tuning": TUNING})
     assert all(bool((block.linear.weight != 0).all()) for block in model.blocks)
     assert len(prune_model(model, batches).pruned) == 2
+
+
+@pytest.mark.parametrize(("windows", "fraction"), [(8, 0.95), (2, 0.9)])
+def test_a_window_remains_to_train_on(windows, fraction, build):
+    ids = torch.randint(3, 64, (windows, 16), generator=torch.Generator().manual_seed(3))
+    tuning = BlockTuning(epochs=1, held_out=fraction)
+    batches = [{"input_ids": ids}]
+    report = prune_model(
+        build("llama"), batches, blocks="model.layers.0", beyond={"tuning": tuning}
+    )
+    assert report.blocks[0].error_before is not None

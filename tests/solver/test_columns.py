@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from mrp_lightning import HessianError, MethodError, OptionError, prune_columns
+from mrp_lightning import HessianError, MethodError, OptionError, TargetError, prune_columns
 
 
 @pytest.fixture
@@ -155,3 +155,19 @@ def test_what_cannot_be_is_refused(layer):
             prune_columns(weight, hessian, 2, method=method)
     with pytest.raises(HessianError, match="12 columns, its Hessian 11"):
         prune_columns(weight, hessian[:11, :11], 2)
+
+
+def test_a_weight_out_of_the_range_of_its_dtype_is_refused():
+    weight, hessian = torch.tensor([[6e4, 6e4]]), torch.tensor([[2.0, 1.99], [1.99, 2.0]])
+    assert float(prune_columns(weight, hessian, 1).weight.max()) > torch.finfo(torch.float16).max
+    with pytest.raises(HessianError, match=r"out of the range of torch.float16. Raise `damping`"):
+        prune_columns(weight.half(), hessian, 1)
+
+
+@pytest.mark.parametrize("name", ["weight", "hessian"])
+@pytest.mark.parametrize("of", [lambda x: x.to("meta"), torch.Tensor.to_sparse])
+def test_tensors_without_values_or_not_dense_are_refused(name, of):
+    tensors = {"weight": torch.ones(2, 4), "hessian": torch.eye(4)}
+    tensors[name] = of(tensors[name])
+    with pytest.raises(TargetError, match=f"`{name}` must be a dense tensor with values"):
+        prune_columns(**tensors, count=1)

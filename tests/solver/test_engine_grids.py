@@ -158,6 +158,8 @@ def test_arguments_that_contradict_a_grid_are_refused(problem, truth):
         prune_weight(weight, hessian, grid="q4_0", bits=8, group_size=16)
     with pytest.raises(OptionError, match="no code for zero"):
         prune_weight(weight, hessian, grid="iq4_nl", sparsity=0.5)
+    with pytest.raises(OptionError, match="no code for zero.*leave out .* `zero_has_a_code`"):
+        prune_weight(weight, hessian, grid="iq4_nl", zero_has_a_code=True)
     for name in ("q4_1", "q4_k", "q5_1", "q5_k"):
         with pytest.raises(OptionError, match="no code for zero.*q4_0.*`zero_has_a_code`"):
             prune_weight(weight, hessian, grid=name, pattern="2:4")

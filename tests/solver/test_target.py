@@ -95,3 +95,11 @@ def test_what_is_not_finite_is_refused_by_name():
     dense[3, 3] = float("nan")
     with pytest.raises(HessianError, match=r"`layer`: the dense model's inputs hold NaN"):
         prepared(dense, pruned)
+
+
+def test_no_tokens_are_refused():
+    shift = InputShift(4, "layer")
+    for _ in range(2):
+        with pytest.raises(HessianError, match="no calibration tokens were seen"):
+            shift.matrix()
+        shift.update(torch.ones(0, 4), torch.ones(0, 4))

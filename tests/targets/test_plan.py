@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mrp_ground.grid import GRIDS
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.targets.blocks import alike, find_blocks, matches
@@ -275,6 +276,20 @@ def test_errors_call_layers_what_the_plan_calls_them(options, said, build):
         make_plan(model, options.pop("pattern", HALF), prefix="model.", **options)
     assert said in str(refused.value)
     assert "model.model." not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "pattern", "blamed"),
+    [
+        (320, "2:4", r"`grid` q3_k does not fit 1 layer\."),
+        (258, "2:4", r"`pattern` 2:4 and `grid` q3_k do not fit 1 layer\."),
+        (512, "3:5", r"`pattern` 3:5 does not fit 1 layer\."),
+    ],
+)
+def test_what_does_not_fit_is_blamed(columns, pattern, blamed):
+    model = nn.Sequential(nn.Linear(columns, 8))
+    with pytest.raises(PatternError, match=blamed):
+        make_plan(model, make_pattern(None, pattern), grid=GRIDS["q3_k"])
 
 
 def test_layers_that_differ_in_numbers_only_are_counted():
