@@ -74,7 +74,11 @@ def write_rows(table: Path, rows: list[Row]) -> None:
 
 
 def row_of(rows: list[Row], run: Path) -> Row:
-    """Return the row of a run, which its command names by its last two directories."""
+    """Return the row without `engine` whose command ends with the last two directories of a run.
+
+    Raises:
+        SystemExit: There is none, or more than one.
+    """
     name = "/".join(run.resolve().parts[-2:])
     found = [row for row in rows if not row["engine"] and row["command"].endswith(f" {name}")]
     if len(found) != 1:

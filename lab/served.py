@@ -29,7 +29,7 @@ def removed(weight: Tensor) -> Tensor:
 
 
 def two_of_four(weight: Tensor) -> Tensor:
-    """Zero the two smallest of every four columns."""
+    """Return a copy with the two smallest magnitudes of each row's every four columns zeroed."""
     groups = weight.unflatten(1, (-1, 4))
     kept = torch.zeros_like(groups).scatter_(2, groups.abs().topk(2).indices, 1.0)
     return (groups * kept).flatten(1)

@@ -304,10 +304,10 @@ class Grid:
 
         Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that
         of the smallest codes is taken, for grids with a name that of the largest. A group of zeros
-        has the scale 1, or 0 if no code is zero.
+        has the scale 1, or 0 if no code is zero; next to others that share its unit, the unit.
 
         Args:
-            weight: (rows, columns), floating point.
+            weight: (rows, columns), floating point; with `steps`, in whole units (see `divides`).
             known: The parameters with which the weight was made, if they are known. They are used
                 if they give its values; see `codes_of`.
 

@@ -111,7 +111,7 @@ def _remove_probes(path: Path, directories: Iterable[Path]) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """Return the path, or its nearest parent, that exists."""
+    """Return the path or its nearest parent that exists; so does a link that leads nowhere."""
     return next(above for above in (path, *path.parents) if os.path.lexists(above))
 
 

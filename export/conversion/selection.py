@@ -53,7 +53,7 @@ def is_read_directly(model: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _read_directly(kind: type) -> frozenset[str]:
-    """Return the names of the children whose weights the code of a class uses directly."""
+    """Return the children by whose `weight` a class's own source multiplies (@, linear), if any."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # a class without a file, such as one typed at a prompt

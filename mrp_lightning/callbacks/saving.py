@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 class SaveModel(Callback):
     """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
 
-    If a pruned model is loaded from its directory and still has its zeros, as after training with
-    `KeepSparsity`, or is narrower, its `pruning_report.json`, from which `export.to_sparse` reads
-    the pruned layers, is written, too.
+    An interrupted `fit` and a `fast_dev_run` save nothing. If a pruned model is loaded from its
+    directory and still has its zeros, as after training with `KeepSparsity`, or is narrower, its
+    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too.
 
     Args:
         save_dir: The directory, which appears when it is complete.
@@ -40,10 +40,12 @@ class SaveModel(Callback):
 
     Raises:
         FileExistsError: `save_dir` is not empty and may not be replaced, or is the model's source;
-            see `check_output_dir`. This and all other errors are raised before training starts.
+            see `check_output_dir`. All errors listed here are raised before training starts; at its
+            end, `save_directory` and `save_pretrained` raise more, such as for a full disk.
         PermissionError: `save_dir` cannot be created or replaced.
         OptionError: `dtype` is no floating type, the disk is too full, or transformers refuses the
             model's `generation_config`.
+        SaveError: The model has other weights than its class and configuration give.
         TypeError: The module is not a `CausalLM`.
     """
 

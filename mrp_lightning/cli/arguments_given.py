@@ -209,7 +209,10 @@ def check_arguments(command: str, args: Sequence[str]) -> None:
 
 
 def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
-    """Return whether a file has sections for commands, or an option prints the configuration."""
+    """Return whether options or `--config` files have keys below one of `commands`.
+
+    An option that prints the configuration counts, too. `arguments_given` lists the errors.
+    """
     if any(arg.startswith("--print_") for arg in args):
         return True
     options = [arg for arg in args if arg not in commands]

@@ -109,9 +109,10 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
     """Group runs by model: runs of one model have the same dense run, and layers of equal shapes.
 
     The dense run of a pruned run is the one next to it, or the nearest one in a directory above.
-    Without dense runs, models are distinguished by their directories. The runs of a sweep name
-    their model. Runs that were evaluated on different texts or tasks of one name are not compared.
-    Dense runs without a pruned one come last, each as a model.
+    Without dense runs, models are distinguished by the directories that hold their runs. The runs
+    of a sweep name their model. Runs that were evaluated on different texts or tasks of one name
+    are not compared. Dense runs without a pruned one come last, each as a model; if any run is
+    pruned, those from next to the root (`../NAME`) are left out.
     """
     dense = [run for run in runs if run.report is None]
     nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}

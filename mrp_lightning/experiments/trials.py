@@ -86,7 +86,7 @@ class ChangedOption:
 
     @property
     def value_text(self) -> str:
-        """The value for a reader."""
+        """The value in labels and names of directories; lists and mappings are JSON."""
         return self.text if isinstance(self.value, list | dict) else str(self.value)
 
     @property

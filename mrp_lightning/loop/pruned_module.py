@@ -344,17 +344,31 @@ def save_trained(
             _save_report(report, staging)
 
 
+_ROUNDING = 1e-6
+"""The tolerance of `sparsity` in reports of earlier versions, a mean in float32."""
+
+
 def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
-    """Return the report of a model's pruned source; `None` if the model lacks some of its zeros."""
+    """Return the report of a model's pruned source.
+
+    The result is `None` if the model lacks some of its zeros, or, with a warning, if the file is
+    damaged.
+    """
     file = Path(directory) / NAME
     if not file.is_file():
         return None
-    report = PruningReport.load(file)
+    try:
+        report = PruningReport.load(file)
+    except FormatError as error:  # the model is trained by now, and is to be saved
+        log.warning("The report of the model's pruning is lost: %s", error)
+        return None
     if report.narrowed:
         return report  # a narrower model cannot regain its removed units
     # At least as many zeros as were removed, layer by layer: training that holds the mask keeps all
     # of them, and may add others.
-    removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
+    removed = {
+        r.name: ((r.sparsity or 0) - _ROUNDING) * r.shape[0] * r.shape[1] for r in report.pruned
+    }
     zeros = {
         layer.name: int((layer.weight == 0).sum())
         for name, module in named_modules(model)

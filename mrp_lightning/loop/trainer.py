@@ -158,8 +158,14 @@ class Trainer(pl.Trainer):
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
-        """Add those callbacks that the trainer lacks, and remove them after the context."""
-        extra = _checked(callbacks)
+        """Add those callbacks that the trainer lacks, and remove them after the context.
+
+        Raises, before any is added:
+            TypeError: One is no callback of `lightning`.
+            ValueError: One is a progress bar, and the trainer has one.
+            RuntimeError: Two that keep a state have the same `state_key`.
+        """
+        extra = list({id(callback): callback for callback in _checked(callbacks)}.values())
         # By identity, too: equal callbacks are still two, and one that is present is not doubled.
         extra = [c for c in extra if not any(c is present for present in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:

@@ -235,8 +235,8 @@ def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) ->
     options = {"attn_implementation": attention} if attention else {}
     published = torch.bfloat16
     progress_log.info("Dequantizing %s …", file)  # takes half a minute for 135M parameters
-    # Quantized types take a few bits a weight, so the file counts as one of eight times its bytes.
-    check_size(build_without_weights(gguf_config(file)), 8 * file.stat().st_size, file)
+    model = build_without_weights(gguf_config(file))
+    check_size(model, file.stat().st_size, file, is_packed=True)
     with reading(file) as location:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **location,

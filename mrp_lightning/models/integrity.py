@@ -127,7 +127,13 @@ def check_files(directory: Path, model: nn.Module) -> None:
         check_size(model, sum(file.stat().st_size for file in files), directory)
 
 
-def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str]) -> None:
+def check_size(
+    model: nn.Module,
+    num_bytes: int,
+    source: str | os.PathLike[str],
+    *,
+    is_packed: bool | None = None,
+) -> None:
     """Raise if a model has far more weights than its files can hold.
 
     Args:
@@ -135,6 +141,7 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
         num_bytes: The size of these files. A weight takes at least a byte, or a bit if it is packed
             or quantized.
         source: The location of the files, for the message.
+        is_packed: Whether weights are packed or quantized; `None` asks the model's configuration.
 
     Raises:
         FormatError: The files are too small to hold the weights.
@@ -144,7 +151,9 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
     # computes: it shall refuse a configuration of terabytes, not measure a file.
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     needed = sum(tensor.numel() for tensor in tensors)
-    is_packed = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    if is_packed is None:
+        config = getattr(model, "config", None)
+        is_packed = getattr(config, "quantization_config", None) is not None
     if needed > num_bytes * (8 if is_packed else 1) + _FREE:
         raise FormatError(
             f"`model`: by its configuration, {source} is a model of {needed:,} weights, but its "

@@ -107,7 +107,7 @@ def prune_layers(
             shape=mask.shape,
             energy=math.fsum(number for (number,) in energies),
             tokens=calibrated.tokens,
-            sparsity=float(solution.pruned.float().mean()),
+            sparsity=_fraction(solution.pruned),
             zeros_before=zeros_before or None,
             zeros=_fraction(zeros_now) if zeros_before else None,
             already_pruned=holds,

@@ -205,7 +205,7 @@ def require_dense(**tensors: Tensor) -> None:
 
 
 def require_in_range(weight: Tensor, label: str) -> None:
-    """Raise a `HessianError` if a compensated weight is out of the range of its dtype."""
+    """Raise a `HessianError`, begun by `label`, if a compensated, cast weight has Inf or NaN."""
     if not bool(weight.isfinite().all()):
         raise HessianError(
             f"{label}: the compensated weight is out of the range of {weight.dtype}. "

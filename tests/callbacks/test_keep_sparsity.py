@@ -170,12 +170,30 @@ def test_the_report_does_not_outlive_the_zeros(tiny_llama, loader, tmp_path):
 def test_few_zeros_keep_the_report(tiny_llama, loader, tmp_path):
     prune = MRPCallback(sparsity=0.04, save_dir=tmp_path / "pruned")
     Trainer(**QUIET).predict(CausalLM(tiny_llama), loader, callbacks=[prune])
+    file = tmp_path / "pruned/pruning_report.json"
+    content = json.loads(file.read_text())
+    for row in content["layers"]:
+        if row.get("sparsity"):
+            row["sparsity"] += 4e-7  # as a mean in float32 may be
+    file.write_text(json.dumps(content))
     model = CausalLM(tmp_path / "pruned")
     model.model.model.layers.requires_grad_(False)
     save = SaveModel(str(tmp_path / "tuned"))
     lightning.Trainer(max_steps=1, callbacks=[save], **QUIET).fit(model, loader)
     report = json.loads((tmp_path / "tuned" / "pruning_report.json").read_text())
     assert report["provenance"]["trained"]["steps"] == 1
+
+
+def test_a_damaged_report_costs_no_training(tiny_llama, loader, tmp_path, caplog):
+    prune = MRPCallback(sparsity=0.5, save_dir=tmp_path / "pruned")
+    Trainer(**QUIET).predict(CausalLM(tiny_llama), loader, callbacks=[prune])
+    model = CausalLM(tmp_path / "pruned")
+    (tmp_path / "pruned/pruning_report.json").write_text("{")
+    save = SaveModel(str(tmp_path / "tuned"))
+    lightning.Trainer(max_steps=1, callbacks=[save], **QUIET).fit(model, loader)
+    assert "The report of the model's pruning is lost" in caplog.text
+    assert (tmp_path / "tuned/model.safetensors").is_file()
+    assert not (tmp_path / "tuned/pruning_report.json").exists()
 
 
 def test_a_dense_model_has_nothing_to_keep(tiny_llama, loader):
