@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning import CausalLM, TextDataModule
-from mrp_lightning.commands.comparison import _amount, _method, _why_useless
+from mrp_lightning.commands.comparison import Conversion, _amount, _method, _why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _next_steps, _parser, _settings
 from mrp_lightning.environment import progress_log
@@ -455,3 +455,13 @@ def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path
 )
 def test_the_default_method_has_what_is_asked_for(options, method):
     assert _settings(_parser().parse_args(["model", *options])).method == method
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_an_output_of_others_is_refused_before_the_pruning(options, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("notes", "file"):
+        with pytest.raises(FileExistsError):
+            Conversion("export", tmp_path / name, options).check()

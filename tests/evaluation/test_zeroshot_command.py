@@ -30,6 +30,11 @@ def failure(capsys: pytest.CaptureFixture, *options: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_file_in_no_directory_is_refused_before_any_work(tmp_path, capsys):
+    out = f"--out={tmp_path}/none/all.json"
+    assert "`--out`: there is no directory" in failure(capsys, str(STDLIB_LLAMA), out)
+
+
 @pytest.fixture
 def own(task_directory: Path) -> str:
     return f"--include-path={task_directory}"

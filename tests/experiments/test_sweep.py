@@ -142,6 +142,11 @@ def test_models_that_were_not_kept_are_named(here, capsys):
     assert "without keeping the model, since `save_checkpoints` was false: tiny/50-SM" in said
 
 
+def test_dense_runs_alone_vary_nothing(here):
+    run_sweep("--only=*/dense", '--vary={"data.num_samples": [2, 4]}')
+    assert Path("out/tiny/dense/run.json").is_file()
+
+
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
     execute = running.execute

@@ -3,7 +3,7 @@
 import families
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import (
@@ -60,6 +60,22 @@ def test_callbacks_of_the_other_lightning_are_refused(alone, trainer):
 def test_one_callback_is_taken_alone():
     mine = Callback()
     assert mine in Trainer(accelerator="cpu", logger=False, callbacks=mine).callbacks
+
+
+def test_a_callback_that_is_named_twice_is_one(trainer):
+    class Counting(Callback):
+        runs = 0
+
+        def on_predict_start(self, *_):
+            self.runs += 1
+
+    class Module(LightningModule):
+        def forward(self, x):
+            return x
+
+    callback = Counting()
+    trainer.predict(Module(), [torch.zeros(1)], callbacks=[callback, callback])
+    assert callback.runs == 1
 
 
 @pytest.mark.parametrize("run", ["predict", "test"])
