@@ -7,11 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mrp_ground.grid import Grid
-from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured
-
-_ROUNDING = 1e-6
-"""The tolerance of a report's `sparsity`, which is a mean in float32."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Claim:
             return _broken_group(kept, self.pattern)
         # A claim without a pattern is a count of the whole layer, since rows may have different
         # numbers of zeros. More zeros than claimed are no breach.
-        expected = (1 - self.sparsity + _ROUNDING) * rows * columns
+        expected = (1 - self.sparsity + SPARSITY_ROUNDING) * rows * columns
         count = int(kept.sum())
         if count <= expected:
             return None

@@ -41,7 +41,7 @@ from mrp_lightning.records import evaluation
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
-from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
 from mrp_lightning.targets.blocks import named_modules
 from mrp_lightning.targets.layers import layers_of, why_not_plain
 from mrp_lightning.upstream.torch_names import without_compiled
@@ -344,10 +344,6 @@ def save_trained(
             _save_report(report, staging)
 
 
-_ROUNDING = 1e-6
-"""The tolerance of `sparsity` in reports of earlier versions, a mean in float32."""
-
-
 def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
     """Return the report of a model's pruned source.
 
@@ -367,7 +363,8 @@ def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
     # At least as many zeros as were removed, layer by layer: training that holds the mask keeps all
     # of them, and may add others.
     removed = {
-        r.name: ((r.sparsity or 0) - _ROUNDING) * r.shape[0] * r.shape[1] for r in report.pruned
+        r.name: ((r.sparsity or 0) - SPARSITY_ROUNDING) * r.shape[0] * r.shape[1]
+        for r in report.pruned
     }
     zeros = {
         layer.name: int((layer.weight == 0).sum())

@@ -248,6 +248,8 @@ class BlockReport(_Row):
 
 NAME = "pruning_report.json"
 FORMAT_VERSION = 1
+SPARSITY_ROUNDING = 1e-6
+"""The tolerance of `sparsity`, which is a mean in float32 in reports of early versions."""
 
 
 @dataclass
