@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from export.speed_options import SpeedOptions, add_arguments
-from mrp_lightning.cli.command import exit_on_mistake, make_parser
+from mrp_lightning.commands.command import exit_on_mistake, make_parser
 from mrp_lightning.errors import OptionError
 
 

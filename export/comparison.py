@@ -30,8 +30,8 @@ from export.timing import (
 from mrp_ground.arguments import checked
 from mrp_ground.upstream import attention_of
 from mrp_lightning.errors import OptionError, first_line
-from mrp_lightning.files import save_text
-from mrp_lightning.json_files import as_json
+from mrp_lightning.storage.files import save_text
+from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import alike
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import SPARSE24

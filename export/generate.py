@@ -10,7 +10,7 @@ be compiled, a warning says why, and each step runs in Python.
 from collections.abc import Sequence
 from typing import Any
 
-from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
+from mrp_lightning.commands.command import exit_on_mistake, make_parser, number_from
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -23,8 +23,6 @@ from export.backends import (
 from mrp_ground.arguments import checked
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
-from mrp_lightning.files import MANIFEST, differing
-from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
     model_class,
@@ -39,6 +37,8 @@ from mrp_lightning.models.integrity import (
     read_pickle,
 )
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.storage.files import MANIFEST, differing
+from mrp_lightning.storage.json_files import read_json
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear
 

@@ -31,8 +31,8 @@ from export.report import ExportReport, write_card
 from mrp_lightning import errors
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import counted
-from mrp_lightning.files import output_path
-from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.storage.files import output_path
+from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.targets.blocks import listed
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4

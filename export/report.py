@@ -14,12 +14,12 @@ from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
 from mrp_lightning.environment import command, versions
 from mrp_lightning.errors import counted
-from mrp_lightning.files import save_text, visible_files
-from mrp_lightning.json_files import as_json
 from mrp_lightning.models.checkpoint import model_class
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import NAME as CARD
 from mrp_lightning.records.model_card import made_by, new_card, with_perplexities, with_section
+from mrp_lightning.storage.files import save_text, visible_files
+from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import alike
 from mrp_lightning.terminal import Console
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from mrp_lightning.cli.command import number_from
+from mrp_lightning.commands.command import number_from
 
 BACKENDS = ("auto", "triton", "torch", "torchao", "torchao-fp8")
 TARGETS: Mapping[str, tuple[int, ...]] = {

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning import errors
-from mrp_lightning.cli.command import exit_on_mistake, make_parser
+from mrp_lightning.commands.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import extra
-from mrp_lightning.outputs import save_file
+from mrp_lightning.storage.outputs import save_file
 
 _TYPES = (
     *("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q5_1", "q5_k", "q4_0", "q4_1", "q4_k"),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from mrp_lightning.cli.command import exit_on_mistake, make_parser
+from mrp_lightning.commands.command import exit_on_mistake, make_parser
 
 _OF_ENGINES = ("compressed-tensors", "gptq")
 

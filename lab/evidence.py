@@ -31,15 +31,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from page import on_paper
 from pages.storage import bits_of
 
-from mrp_lightning.cli.parser import Parser
-from mrp_lightning.commands.sweep import read_sweep
-from mrp_lightning.experiments import numbers
+from mrp_lightning.commands import numbers
+from mrp_lightning.commands.parser import Parser
 from mrp_lightning.experiments.pictures import INK, Picture, line_styles, picture
 from mrp_lightning.experiments.runs import TRIAL, RunDirectory, read_run
 from mrp_lightning.experiments.scores import Table, markdown, scores_of, text
 from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.sweep_command import read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
-from mrp_lightning.files import save_text
+from mrp_lightning.storage.files import save_text
 
 COLUMNS = (
     "model", "format", "method", "seed", "text", "perplexity", "dense_perplexity", "bits_on_disk",

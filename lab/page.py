@@ -24,8 +24,7 @@ from pages.peers import NO_PEERS, Peers, read_peers
 from pages.texts import texts_part
 from pages.weights import weights_part
 
-from mrp_lightning.cli.parser import Parser
-from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.commands.parser import Parser
 from mrp_lightning.experiments import page as report
 from mrp_lightning.experiments.groups import ModelRuns, find_models
 from mrp_lightning.experiments.layers import Layers
@@ -33,8 +32,9 @@ from mrp_lightning.experiments.pictures import PAPER, Part, Picture
 from mrp_lightning.experiments.running import comparable_runs
 from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.experiments.scores import ScoreFrame, Table, markdown
-from mrp_lightning.files import check_output_file, save_ours
-from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.storage.files import check_output_file, save_ours
+from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.terminal import Console
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mrp_lightning.files import MANIFEST, write_manifest
+from mrp_lightning.storage.files import MANIFEST, write_manifest
 
 OURS = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "evaluation.json")
 

@@ -130,7 +130,7 @@ def save_sweep(save_run, save_perplexity) -> Callable[[Path], Path]:
 def sweep(save_sweep, tmp_path_factory) -> Path:
     """With its page; not to be changed."""
     pytest.importorskip("matplotlib")
-    from mrp_lightning.commands.report import main
+    from mrp_lightning.experiments.report import main
 
     root = save_sweep(tmp_path_factory.mktemp("report") / "sweep")
     main([str(root)])

@@ -24,11 +24,11 @@ from export.conversion.checkpoint import (
 from export.conversion.claims import Claim, Claims
 from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.files import OTHER_WEIGHTS
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
+from mrp_lightning.storage.files import OTHER_WEIGHTS
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan

@@ -14,9 +14,9 @@ from export.backends import TORCHAO_METHOD, TORCHAO_VERSION, store_torchao
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.selection import LayerChoice
 from mrp_lightning.errors import OptionError
-from mrp_lightning.files import naming, save_text
-from mrp_lightning.json_files import as_json
 from mrp_lightning.models.checkpoint import build_without_weights
+from mrp_lightning.storage.files import naming, save_text
+from mrp_lightning.storage.json_files import as_json
 from mrp_sparse.eight_bit_head import Head
 from mrp_sparse.formats.eight_bit import VERSION, pack
 from mrp_sparse.formats.packed_format import NOTE

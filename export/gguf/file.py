@@ -17,8 +17,8 @@ from export.gguf.proof import prove
 from export.gguf.types import AUTO, TYPES, encode, exact_type
 from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError
-from mrp_lightning.files import flush
 from mrp_lightning.models.gguf import reading
+from mrp_lightning.storage.files import flush
 
 _VOCABULARY = ("token_embd.weight", "output.weight")
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
 from mrp_lightning.errors import FormatError, OptionError, counted, first_line
-from mrp_lightning.json_files import read_json
+from mrp_lightning.storage.json_files import read_json
 
 _REMEDY = "Give a GGUF file of the same model with --like."
 

@@ -8,7 +8,7 @@ from few_bits import DENSE, Cost
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from mrp_lightning.experiments.numbers import perplexity
+from mrp_lightning.commands.numbers import perplexity
 from mrp_lightning.experiments.pictures import (
     INK,
     MUTED,

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from mrp_ground.environment import machine
-from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
+from mrp_lightning.loop.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model

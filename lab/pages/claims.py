@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 from pages.parts import number_of
 
+from mrp_lightning.commands.numbers import number, perplexity
 from mrp_lightning.experiments.groups import ModelRuns
-from mrp_lightning.experiments.numbers import number, perplexity
 from mrp_lightning.experiments.pictures import Part
 from mrp_lightning.experiments.scores import Table, deviation, scores_of, text
 from mrp_lightning.records.evaluation import UNNAMED

@@ -9,7 +9,7 @@ from pages.excess import draw_excess
 from pages.paper import CONTEXT, reported
 from pages.peers import NO_PEERS, Peers
 
-from mrp_lightning.experiments import numbers
+from mrp_lightning.commands import numbers
 from mrp_lightning.experiments.groups import ModelRuns, RunGroup
 from mrp_lightning.experiments.pictures import Part, Picture, Scale, draw_lines
 from mrp_lightning.experiments.scores import (

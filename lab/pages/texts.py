@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from mrp_lightning.experiments import numbers
+from mrp_lightning.commands import numbers
 from mrp_lightning.experiments.groups import RunGroup
 from mrp_lightning.experiments.pictures import Part
 from mrp_lightning.experiments.scores import ScoreFrame, Table, named

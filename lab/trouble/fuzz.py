@@ -33,7 +33,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
 
     from export.conversion.checkpoint import Checkpoint, open_checkpoint
     from export.gguf.tokenizer import tokenizer_fields
-    from mrp_lightning.cli.arguments_given import arguments_given
+    from mrp_lightning.commands.arguments_given import arguments_given
     from mrp_lightning.errors import (
         DataError,
         FormatError,
@@ -42,7 +42,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         TargetError,
     )
     from mrp_lightning.experiments.runs import FinishedTrial
-    from mrp_lightning.files import MANIFEST, not_ours
     from mrp_lightning.journal.journal import unfinished_report
     from mrp_lightning.models.checkpoint import stored_names, weight_files
     from mrp_lightning.models.companions import find_companions
@@ -52,6 +51,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from mrp_lightning.records.block_result import BlockResult, is_of_journal
     from mrp_lightning.records.grid_file import load_parameters
     from mrp_lightning.records.report import PruningReport
+    from mrp_lightning.storage.files import MANIFEST, not_ours
     from mrp_lightning.text.documents import documents_of_files
     from mrp_sparse.kernels.candidates import Call
     from mrp_sparse.kernels.dispatch import KernelTimes

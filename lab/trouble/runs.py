@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.files import not_ours
+from mrp_lightning.storage.files import not_ours
 
 LIMIT = 300.0
 """Seconds after which a command hangs; on a quiet machine each takes one or two."""
@@ -228,8 +228,8 @@ def import_all() -> None:
     import export.packing
     import export.to_gguf
     import export.to_sparse  # noqa: F401
-    import mrp_lightning.cli.lightning_cli
     import mrp_lightning.commands.comparison
+    import mrp_lightning.commands.lightning_cli
     import mrp_lightning.experiments.running  # noqa: F401
 
     gc.freeze()  # or else each child copies all pages to count references

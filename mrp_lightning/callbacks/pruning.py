@@ -14,13 +14,13 @@ from lightning.pytorch.callbacks import Callback
 from mrp_ground.arguments import checked
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.files import output_path
 from mrp_lightning.loop.distributed import end_with_launcher
 from mrp_lightning.loop.pruned_module import PrunedModule
 from mrp_lightning.loop.pruning_run import Output, Run
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.signals import Interrupted
+from mrp_lightning.storage.files import output_path
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from mrp_ground.arguments import checked
-from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.pruned_module import check_save_dir, save_trained
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.loading import as_dtype
-from mrp_lightning.outputs import require_writable
 from mrp_lightning.records import evaluation as records
+from mrp_lightning.storage.files import output_path
+from mrp_lightning.storage.outputs import require_writable
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.main import command_named
+from mrp_lightning.commands.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, OptionError, counted
-from mrp_lightning.experiments.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
 from mrp_lightning.loop.module_plan import plan_for
@@ -32,12 +32,12 @@ from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.gguf import find_gguf, located
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.outputs import check_output_dir
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
 from mrp_lightning.text.mixture import SELF

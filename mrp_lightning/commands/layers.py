@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mrp_lightning.cli.command import add_model_options, make_parser
+from mrp_lightning.commands.command import add_model_options, make_parser
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from mrp_lightning.cli.command import exit_on_mistake
+from mrp_lightning.commands.command import exit_on_mistake
 from mrp_lightning.environment import __version__, extra, silent_start, wait_briefly
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
@@ -22,22 +22,21 @@ _OF_LIGHTNING = {
     "fit": "train a model, or train a pruned one on",
 }
 
-# Each is `main` of a module of this package, imported when it is run.
 _COMMANDS = {
-    "prune": "prune a model, and compare it with the dense one",
-    "layers": "list what would be pruned in a model, and what would not",
-    "zeroshot": "run tasks of lm-eval on a model",
-    "report": "make a page about a run, or about many",
-    "sweep": "make many runs and tables of them",
+    "prune": ("mrp_lightning.commands.prune", "prune a model, and compare it with the dense one"),
+    "layers": (
+        "mrp_lightning.commands.layers",
+        "list what would be pruned in a model, and what would not",
+    ),
+    "zeroshot": ("mrp_lightning.commands.zeroshot", "run tasks of lm-eval on a model"),
+    "report": ("mrp_lightning.experiments.report", "make a page about a run, or about many"),
+    "sweep": ("mrp_lightning.experiments.sweep_command", "make many runs and tables of them"),
+    "export": ("export.to_sparse", "pack a pruned checkpoint, and prove it equal"),
+    "gguf": ("export.to_gguf", "write a pruned checkpoint as a GGUF file, for llama.cpp"),
+    "generate": ("export.generate", "let a packed or dense model write, and report its speed"),
+    "benchmark": ("export.benchmark", "time a packed model and its dense form on a CUDA device"),
 }
-
-_OF_EXPORT = {
-    "export": ("to_sparse", "pack a pruned checkpoint, and prove it equal"),
-    "gguf": ("to_gguf", "write a pruned checkpoint as a GGUF file, for llama.cpp"),
-    "generate": ("generate", "let a packed or dense model write, and report its speed"),
-    "benchmark": ("benchmark", "time a packed model and its dense form on a CUDA device"),
-}
-"""Commands in modules of the package `export`, with the help text of each `main`."""
+"""The module whose `main` is a command, imported when the command is run, and its help text."""
 
 GROUP = "mrp_lightning.commands"
 """Group of entry points by which other packages add a command: its `main(args)`."""
@@ -75,7 +74,7 @@ def _run(words: list[str], args: list[str] | None) -> None:
         sys.stdout.write(f"mrp-lightning {__version__}\n")
         return
     with extra("cli", "The command line"):
-        from mrp_lightning.cli.arguments_given import check_arguments, has_sections
+        from mrp_lightning.commands.arguments_given import check_arguments, has_sections
     if first.startswith("-") and not has_sections(words, list(_OF_LIGHTNING)):
         name = next((word for word in words if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in words if word != name)
@@ -92,8 +91,8 @@ def _run(words: list[str], args: list[str] | None) -> None:
 def _help() -> str:
     """Return the list of commands, without importing any of them."""
     plugins = {point.name: point.value for point in entry_points(group=GROUP)}
-    of_export = {name: does for name, (_, does) in _OF_EXPORT.items()}
-    commands = {**_COMMANDS, **of_export, **_OF_LIGHTNING, **plugins}
+    own = {name: does for name, (_, does) in _COMMANDS.items()}
+    commands = {**own, **_OF_LIGHTNING, **plugins}
     lines = [f"  {name:10}{does}" for name, does in commands.items()]
     return "\n".join(
         [
@@ -121,11 +120,9 @@ def command_named(name: str) -> Callable[[list[str]], None]:
     """
     main: Callable[[list[str]], None]
     if name in _COMMANDS:
-        main = import_module(f"mrp_lightning.commands.{name}").main
-        return main
-    if name in _OF_EXPORT:
-        _require_not_hidden("export")
-        main = import_module(f"export.{_OF_EXPORT[name][0]}").main
+        module, _ = _COMMANDS[name]
+        _require_not_hidden(module)
+        main = import_module(module).main
         return main
     # Plugins come after the package's own commands, so that none can replace one of these.
     plugins = entry_points(group=GROUP)
@@ -133,7 +130,7 @@ def command_named(name: str) -> Callable[[list[str]], None]:
         _require_not_hidden(plugin.module)
         main = plugin.load()
         return main
-    commands = [*_COMMANDS, *_OF_EXPORT, *_OF_LIGHTNING, *plugins.names]
+    commands = [*_COMMANDS, *_OF_LIGHTNING, *plugins.names]
     matches = get_close_matches(name, commands, n=1)
     meant = f"Did you mean `{matches[0]}`?" if matches else f"There are {', '.join(commands)}."
     raise OptionError(f"there is no command `{name}`. {meant}")
@@ -144,7 +141,7 @@ def _run_lightning(command: str, args: list[str] | None) -> None:
         import jsonargparse  # noqa: F401
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from mrp_lightning.cli.lightning_cli import PruningCLI
+    from mrp_lightning.commands.lightning_cli import PruningCLI
     from mrp_lightning.signals import interruptible, unclaimed_signals
 
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from mrp_lightning.cli.command import add_model_options, make_parser, number_from
+from mrp_lightning.commands.command import add_model_options, make_parser, number_from
 from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.arguments import PruningArguments
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mrp_lightning.cli.command import add_model_options, make_parser, number_from
+from mrp_lightning.commands.command import add_model_options, make_parser, number_from
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 from mrp_lightning.records.evaluation import (

@@ -32,7 +32,6 @@ from mrp_lightning.data.sampling import (
 )
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.files import make_directories, move_durably
 from mrp_lightning.journal.manifest import digest, forward_of
 from mrp_lightning.loop.distributed import fail_together, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
@@ -42,6 +41,7 @@ from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.estimate import Estimate
 from mrp_lightning.signals import Interrupted
+from mrp_lightning.storage.files import make_directories, move_durably
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.text.windows import Cutter
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, FormatError, OptionError
-from mrp_lightning.files import sha256_of
 from mrp_lightning.models.checkpoint import directory_of, weight_files
 from mrp_lightning.models.gguf import find_gguf, located
+from mrp_lightning.storage.files import sha256_of
 
 _BESIDE_WEIGHTS = ("config.json", "*token*", "vocab*", "merges.txt", "*.model", "*.py")
 """Files that decide what a model computes, or its tokens. Cards and results may change."""

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from mrp_lightning.experiments import numbers
+from mrp_lightning.commands import numbers
+from mrp_lightning.commands.numbers import Write
 from mrp_lightning.experiments.groups import ModelRuns
-from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.pictures import (
     Part,
     Picture,

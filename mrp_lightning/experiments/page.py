@@ -18,12 +18,12 @@ import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from mrp_lightning.commands import numbers
+from mrp_lightning.commands.numbers import MISSING, Write
 from mrp_lightning.environment import __version__
-from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.groups import ModelRuns, RunGroup, find_models, plain
 from mrp_lightning.experiments.layers import Layers
 from mrp_lightning.experiments.notes import notes
-from mrp_lightning.experiments.numbers import MISSING, Write
 from mrp_lightning.experiments.pictures import Part, Picture, Scale, color_of, draw_lines
 from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.experiments.scores import (
@@ -36,8 +36,8 @@ from mrp_lightning.experiments.scores import (
     results_table,
     zero_shot_table,
 )
-from mrp_lightning.files import check_output_file, save_ours
-from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.storage.files import check_output_file, save_ours
+from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.targets.blocks import without_numbers
 
 _LAYER_ROWS = 2000

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from mrp_lightning.experiments.numbers import Write
+from mrp_lightning.commands.numbers import Write
 from mrp_lightning.experiments.scores import Table
 from mrp_lightning.experiments.trials import method_rank
 

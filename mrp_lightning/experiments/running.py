@@ -17,9 +17,9 @@ from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
 from mrp_ground.environment import machine
 from mrp_lightning.callbacks.saving import SaveEvaluation
-from mrp_lightning.cli.arguments_given import Argument
-from mrp_lightning.cli.lightning_cli import PruningCLI
-from mrp_lightning.cli.parser import Parser
+from mrp_lightning.commands.arguments_given import Argument
+from mrp_lightning.commands.lightning_cli import PruningCLI
+from mrp_lightning.commands.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
@@ -29,17 +29,17 @@ from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, r
 from mrp_lightning.experiments.scores import scores_of
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
-from mrp_lightning.files import output_path
 from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.journal.manifest import differences
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.outputs import check_content, require_writable
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, read, record
 from mrp_lightning.records.report import NAME as REPORT
+from mrp_lightning.storage.files import output_path
+from mrp_lightning.storage.outputs import check_content, require_writable
 from mrp_lightning.terminal import Console
 
 _BAR = "trainer.enable_progress_bar"

@@ -10,13 +10,13 @@ from typing import Any
 
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.experiments.trials import Trial, method_rank
-from mrp_lightning.files import save_ours
 from mrp_lightning.journal.journal import find_journal, unfinished_report
-from mrp_lightning.json_files import as_json, read_as, read_json
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
 from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.storage.files import save_ours
+from mrp_lightning.storage.json_files import as_json, read_as, read_json
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from mrp_lightning.commands import numbers
+from mrp_lightning.commands.numbers import MISSING, Write
 from mrp_lightning.environment import versions
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
-from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.groups import ModelRuns
-from mrp_lightning.experiments.numbers import MISSING, Write
 from mrp_lightning.experiments.runs import RunDirectory
-from mrp_lightning.files import check_output_file, save_ours
-from mrp_lightning.json_files import as_json
 from mrp_lightning.records.evaluation import (
     BY_LENGTH,
     UNNAMED,
@@ -26,6 +24,8 @@ from mrp_lightning.records.evaluation import (
     metrics,
     standard_error,
 )
+from mrp_lightning.storage.files import check_output_file, save_ours
+from mrp_lightning.storage.json_files import as_json
 
 _GROUP = ["setting", "label"]
 

@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.errors import ArgumentError, OptionError
-from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.solver.arguments import COMPENSATION_NAMES, MASK_NAMES, NAMED, method_parts
+from mrp_lightning.storage.json_files import as_dataclass
 
 if TYPE_CHECKING:
     from mrp_lightning.solver.recipe import Recipe

@@ -18,15 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrp_lightning.errors import FormatError, JournalError, SaveError, counted
-from mrp_lightning.files import (
-    flush,
-    hidden_sibling,
-    make_directories,
-    move_durably,
-    not_ours,
-    output_path,
-    sha256_of,
-)
 from mrp_lightning.journal.manifest import (
     NAME,
     WEIGHTS,
@@ -40,6 +31,15 @@ from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.block_result import BlockResult, is_of_journal, save_tensors
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.storage.files import (
+    flush,
+    hidden_sibling,
+    make_directories,
+    move_durably,
+    not_ours,
+    output_path,
+    sha256_of,
+)
 from mrp_lightning.targets.layers import Layer
 
 if TYPE_CHECKING:

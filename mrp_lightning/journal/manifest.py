@@ -19,9 +19,9 @@ from torch import Tensor
 from mrp_ground.upstream import attention_of
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, JournalError
-from mrp_lightning.files import move_durably
-from mrp_lightning.json_files import as_dataclass, read_json
 from mrp_lightning.processes import Processes
+from mrp_lightning.storage.files import move_durably
+from mrp_lightning.storage.json_files import as_dataclass, read_json
 
 _DIGEST_PREFIX = "sha256:"
 """The prefix of digests, which replace values that are too long to show."""

@@ -22,7 +22,7 @@ from transformers import (
 from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError, TargetError, counted
-from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
+from mrp_lightning.loop.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.integrity import explained_checkpoint

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import command
 from mrp_lightning.errors import FormatError, OptionError, SaveError
-from mrp_lightning.files import OTHER_WEIGHTS, output_path, visible_files
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import digest
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -36,12 +35,13 @@ from mrp_lightning.models.companions import OF_TOKENIZER, Companions, find_compa
 from mrp_lightning.models.integrity import check_class
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
-from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
+from mrp_lightning.storage.files import OTHER_WEIGHTS, output_path, visible_files
+from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.targets.blocks import named_modules
 from mrp_lightning.targets.layers import layers_of, why_not_plain
 from mrp_lightning.upstream.torch_names import without_compiled

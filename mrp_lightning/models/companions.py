@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from mrp_lightning.files import visible_files
+from mrp_lightning.storage.files import visible_files
 
 log = logging.getLogger(__name__)
 

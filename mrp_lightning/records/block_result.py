@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import JournalError
-from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.records.grid_file import save_parameters
 from mrp_lightning.records.report import BlockReport, LayerReport
+from mrp_lightning.storage.json_files import as_dataclass
 from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"

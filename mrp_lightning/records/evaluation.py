@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.environment import versions
-from mrp_lightning.files import save_ours
-from mrp_lightning.json_files import as_json, read_as
+from mrp_lightning.storage.files import save_ours
+from mrp_lightning.storage.json_files import as_json, read_as
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"

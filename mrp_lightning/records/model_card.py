@@ -13,8 +13,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from mrp_lightning.errors import counted
-from mrp_lightning.files import save_ours
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.storage.files import save_ours
 
 log = logging.getLogger(__name__)
 

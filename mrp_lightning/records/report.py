@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, counted
-from mrp_lightning.files import save_ours
-from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.solver.recipe import LayerSettings, Recipe
+from mrp_lightning.storage.files import save_ours
+from mrp_lightning.storage.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.targets.blocks import listed
 
 if TYPE_CHECKING:

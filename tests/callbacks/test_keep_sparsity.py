@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from callbacks import KeepSparsity, MRPCallback, SaveModel
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import StrategyError, TargetError
-from mrp_lightning.files import MANIFEST
+from mrp_lightning.storage.files import MANIFEST
 from mrp_lightning.targets.layers import holds_experts, layers_of
 
 QUIET: dict[str, Any] = {

@@ -13,11 +13,12 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from callbacks import MRPCallback, SaveEvaluation, SaveModel
 from export.to_sparse import main as to_sparse
-from mrp_lightning import CausalLM, Trainer, outputs
+from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, SaveError
-from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.pruned_module import num_bytes
+from mrp_lightning.storage import outputs
+from mrp_lightning.storage.files import MANIFEST
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

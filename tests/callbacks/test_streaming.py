@@ -13,10 +13,10 @@ from torch import Tensor
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import FormatError, OptionError, StrategyError, TargetError
-from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.module_parts import start_streamed
 from mrp_lightning.pruning.settings import BlockTuning
+from mrp_lightning.storage.files import MANIFEST
 
 TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
 NAN = "model.layers.1.mlp.up_proj.weight"

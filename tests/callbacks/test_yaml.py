@@ -15,7 +15,7 @@ import callbacks
 import mrp_lightning.callbacks
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import BlockTuning, CausalLM, TextDataModule
-from mrp_lightning.cli.parser import Parser
+from mrp_lightning.commands.parser import Parser
 from mrp_lightning.errors import OptionError, PatternError
 from mrp_lightning.pruning.settings import Settings
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from callbacks import MRPCallback, SaveModel
-from mrp_lightning.cli.lightning_cli import PruningCLI, _LightningParser
+from mrp_lightning.commands.lightning_cli import PruningCLI, _LightningParser
 from mrp_lightning.loop.causal_lm import CausalLM
 
 ROOT = Path(__file__).parents[2]

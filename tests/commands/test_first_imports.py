@@ -40,7 +40,7 @@ _HEAVY = {
     *("torch", "transformers", "lightning", "datasets", "lm_eval", "pandas", "matplotlib"),
     *("torchao", "mrp_sparse"),
 }
-_NAMES = [*command_line._COMMANDS, *command_line._OF_EXPORT]
+_NAMES = [*command_line._COMMANDS]
 _COMMANDS = [
     *([], ["--help"], ["--version"], ["no"]),
     *(["predict"], ["predict", "x.yaml"]),

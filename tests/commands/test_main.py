@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import OptionError
 from mrp_lightning.records import evaluation as records

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
-from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.data import data_module, own_text
 from mrp_lightning.data.sampling import write
 from mrp_lightning.environment import quiet_lightning

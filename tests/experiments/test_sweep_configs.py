@@ -8,9 +8,9 @@ import yaml
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
-from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.errors import OptionError
 from mrp_lightning.experiments.running import configure
+from mrp_lightning.experiments.sweep_command import read_sweep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = sorted(

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from scored_models import models
 
-from mrp_lightning.experiments import numbers
+from mrp_lightning.commands import numbers
 from mrp_lightning.experiments.groups import find_models
 from mrp_lightning.experiments.runs import FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import (

@@ -35,7 +35,7 @@ from export.timing import (
     random_24,
     take_turns,
 )
-from mrp_lightning.cli.command import make_parser
+from mrp_lightning.commands.command import make_parser
 from mrp_lightning.errors import OptionError
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import broken_groups

@@ -17,7 +17,7 @@ from export.conversion.text_parity import MIN_TOKENS, TextParity, compare_text, 
 from export.conversion.writing import write_packed
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, ParityError
-from mrp_lightning.json_files import as_json
+from mrp_lightning.storage.json_files import as_json
 from mrp_sparse.formats.packed_format import different_bits
 from mrp_sparse.packed_linear import Sparse24Linear
 

@@ -8,7 +8,7 @@ from faulty import at_call, changed, contents, die, in_child, small_files, weigh
 
 from export import packing, to_sparse
 from export.conversion import writing
-from mrp_lightning import outputs
+from mrp_lightning.storage import outputs
 
 
 @pytest.fixture

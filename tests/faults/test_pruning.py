@@ -9,13 +9,14 @@ import pytest
 import torch
 from faulty import at_call, changed, contents, die, in_child, small_files, weights
 
-from mrp_lightning import Trainer, outputs
+from mrp_lightning import Trainer
 from mrp_lightning.errors import HessianError, JournalError, OutOfMemoryError, SaveError
 from mrp_lightning.journal import journal, manifest
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.loop import pruned_module
 from mrp_lightning.records import block_result
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients
+from mrp_lightning.storage import outputs
 
 
 def torn(tensors, file, *_):

@@ -10,15 +10,15 @@ import sys
 import pytest
 from safetensors import SafetensorError
 
-from mrp_lightning import files
-from mrp_lightning.cli.command import exit_on_mistake
-from mrp_lightning.files import (
+from mrp_lightning.commands.command import exit_on_mistake
+from mrp_lightning.storage import files
+from mrp_lightning.storage.files import (
     check_output_file,
     naming,
     save_ours,
     save_text,
 )
-from mrp_lightning.outputs import save_file
+from mrp_lightning.storage.outputs import save_file
 
 
 def test_a_text_replaces_another_in_one_step(tmp_path):
@@ -99,7 +99,7 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     out = tmp_path / "model.gguf"
     code = (
         "import os, pathlib, signal\n"
-        "from mrp_lightning.outputs import save_file\n"
+        "from mrp_lightning.storage.outputs import save_file\n"
         f"with save_file(pathlib.Path({str(out)!r}), argument='--out') as partial:\n"
         "    partial.write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.json_files import as_dataclass, as_json, read_as, read_json
+from mrp_lightning.storage.json_files import as_dataclass, as_json, read_as, read_json
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from owned_files import OURS, content, make, put
 
-from mrp_lightning import files, outputs
-from mrp_lightning.files import (
+from mrp_lightning.storage import files, outputs
+from mrp_lightning.storage.files import (
     MANIFEST,
     save_text,
 )
-from mrp_lightning.outputs import check_output_dir, require_writable, save_directory
+from mrp_lightning.storage.outputs import check_output_dir, require_writable, save_directory
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):
@@ -107,7 +107,7 @@ def test_a_link_is_followed(tmp_path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from mrp_lightning.outputs import save_directory
+from mrp_lightning.storage.outputs import save_directory
 
 target, name, count, delay = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 rename = Path.rename
@@ -186,7 +186,7 @@ def kill_after(renames: int, target: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
-from mrp_lightning.outputs import save_directory
+from mrp_lightning.storage.outputs import save_directory
 
 rename, done = Path.rename, []
 

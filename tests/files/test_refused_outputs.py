@@ -11,12 +11,12 @@ from faulty import in_child
 from owned_files import OURS, content, make, put
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.files import (
+from mrp_lightning.journal.journal import journal_path
+from mrp_lightning.storage.files import (
     MANIFEST,
     save_ours,
 )
-from mrp_lightning.journal.journal import journal_path
-from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.storage.outputs import check_output_dir, save_directory
 
 
 def test_output_that_would_cost_data_is_refused(tmp_path):

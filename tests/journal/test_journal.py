@@ -226,7 +226,7 @@ def test_a_block_that_cannot_be_kept_says_so(three, tmp_path, monkeypatch):
 
 
 def test_the_journal_of_a_similar_name_is_left_alone(tmp_path):
-    from mrp_lightning.outputs import save_directory
+    from mrp_lightning.storage.outputs import save_directory
 
     Journal.open(tmp_path / "opt-1.3b", PRINT).close()
     with save_directory(tmp_path / "opt-1"):

@@ -7,7 +7,7 @@ import evidence
 import figures
 import pytest
 
-from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.experiments.sweep_command import read_sweep
 
 PAGES = figures.read_passages()
 NO_FIGURES = {"3.11", "0.5625", "0.1.0", "2.0"}

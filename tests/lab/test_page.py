@@ -14,8 +14,8 @@ pytest.importorskip("matplotlib", reason="pages need the extra `report`")
 import page
 from small_sweeps import BASE
 
+from mrp_lightning.commands import numbers
 from mrp_lightning.commands.main import main
-from mrp_lightning.experiments import numbers
 
 PAGES = Path(__file__).parents[2] / "lab" / "pages"
 TUNED = {

@@ -11,10 +11,10 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from pages.paper import paper_values, reported
 
-from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.sweep_command import read_sweep
 from mrp_lightning.experiments.trials import Trial
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"

@@ -19,7 +19,7 @@ if shutil.which("strace") is None:
 from trouble import disk, kills, power, runs
 
 from export.gguf import file as gguf_file
-from mrp_lightning import files, outputs
+from mrp_lightning.storage import files, outputs
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from callbacks import PruningCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, OptionError, TargetError
-from mrp_lightning.evaluation.perplexity import token_losses
+from mrp_lightning.loop.perplexity import token_losses
 from mrp_lightning.text.sources import standard_library
 
 QUIET = {

@@ -12,7 +12,7 @@ from mrp_lightning import CausalLM
 from mrp_lightning.models.loading import load_model, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.models.streaming import load_streamed
-from mrp_lightning.outputs import save_directory
+from mrp_lightning.storage.outputs import save_directory
 from mrp_lightning.targets.blocks import find_blocks
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import importlib.util
 import logging
 import subprocess
@@ -15,14 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SHARED = (
-    *("errors", "upstream", "environment", "json_files"),
-    *("devices", "memory", "files", "destinations", "outputs", "processes", "signals", "terminal"),
+    *("errors", "upstream", "environment", "storage"),
+    *("devices", "memory", "processes", "signals", "terminal"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
 
 ORDER = {
     "mrp_lightning": (
         "upstream",
+        "storage",
         "solver",
         "text",
         "embedded",
@@ -37,9 +37,8 @@ ORDER = {
         "loop",
         "data",
         "callbacks",
-        "cli",
-        "experiments",
         "commands",
+        "experiments",
     ),
     "mrp_ground": (
         *("errors", "arguments", "json_files", "environment", "grid", "upstream"),
@@ -129,7 +128,7 @@ def test_every_folder_has_its_place(package):
         ("mrp_lightning/text/a.py", "from mrp_lightning.models import loading", False),
         ("mrp_lightning/text/a.py", "def f():\n    import mrp_lightning.loop.trainer", False),
         ("mrp_lightning/pruning/a.py", "from mrp_lightning import __version__", False),
-        ("mrp_lightning/files.py", "from mrp_lightning.solver import ranges", False),
+        ("mrp_lightning/storage/files.py", "from mrp_lightning.solver import ranges", False),
         ("mrp_lightning/loop/a.py", "if TYPE_CHECKING:\n    from callbacks import x", False),
         ("callbacks/a.py", "import export", False),
         ("mrp_sparse/kernels/a.py", "import mrp_sparse.packed_linear", False),
@@ -241,9 +240,9 @@ def lines_of_code(text: str) -> int:
 
 
 def test_pruning_needs_no_runtime_of_packed_models():
-    """Checkpoints name what loads them; `mrp_lightning.packed` is a former name of the runtime."""
+    """Checkpoints name what loads them."""
     for name in modules():
-        if name.partition(".")[0] == "mrp_lightning" and name != "mrp_lightning.packed":
+        if name.partition(".")[0] == "mrp_lightning":
             assert not [module for module in needs(name)[0] if module.startswith("mrp_sparse")]
 
 
@@ -290,16 +289,6 @@ def test_the_ground_floor_does_nothing_at_import():
     loaded = loaded_by(f"import {', '.join(floor)}")
     assert set(floor) <= loaded
     assert not [name for name in loaded if name.startswith(("mrp_sparse", "mrp_lightning"))]
-
-
-@pytest.mark.parametrize(
-    "name", ["arguments", "environment", "errors", "formats.grid", "json_files"]
-)
-def test_former_names_of_the_ground_floor_stay(name):
-    former = importlib.import_module(f"mrp_sparse.{name}")
-    module = importlib.import_module(f"mrp_ground.{name.removeprefix('formats.')}")
-    public = [each for each in vars(module) if not each.startswith("_")]
-    assert all(getattr(former, each) is getattr(module, each) for each in public)
 
 
 @pytest.mark.parametrize("module", ["solver.pruning", "pruning.sequential"])

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.files import MANIFEST
 from mrp_lightning.records.evaluation import NAME, Evaluation, read, record
+from mrp_lightning.storage.files import MANIFEST
 
 WIKITEXT = {"perplexity": 5.47, "loss": 1.7, "context": 2048, "windows": 166, "tokens": 339802}
 LAMBADA = {"acc": 0.74, "acc_stderr": 0.006, "samples": 5153, "num_fewshot": 0}

@@ -16,7 +16,7 @@ from torch import nn
 
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
-from mrp_lightning.cli.arguments_given import arguments_given as what_is_given
+from mrp_lightning.commands.arguments_given import arguments_given as what_is_given
 from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.models.integrity import check_values, damaged_files

@@ -7,8 +7,8 @@ import pytest
 
 from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.json_files import read_json
 from mrp_lightning.records.model_card import with_perplexities
+from mrp_lightning.storage.json_files import read_json
 
 NAME = "</td><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>$x_{\\foo$\x1b[31m"
 LAYER = {

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mrp_lightning.cli.arguments_given import arguments_given as given
+from mrp_lightning.commands.arguments_given import arguments_given as given
 
 DOUBTS = "a: &a [x, x]\n" + "".join(
     f"{key}: &{key} [*{before}, *{before}]\n" for before, key in zip("abcd", "bcde", strict=True)

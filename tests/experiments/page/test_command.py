@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from mrp_lightning.commands.main import main as command_line
-from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments import runs
+from mrp_lightning.experiments.report import main
 from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.records.block_result import BlockResult, LayerResult
+from mrp_lightning.storage.files import MANIFEST
 
 
 def test_the_command_line_knows_it(tmp_path, save_run, capsys):

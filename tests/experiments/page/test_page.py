@@ -20,8 +20,8 @@ from html_page import HtmlPage, turned_round
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from mrp_lightning.commands.report import main
 from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, SERIES, color_of
+from mrp_lightning.experiments.report import main
 from mrp_lightning.records.evaluation import record
 from mrp_lightning.records.report import BlockReport, LayerReport
 

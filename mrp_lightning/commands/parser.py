@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from mrp_lightning.cli.arguments_given import Argument, arguments_given
-from mrp_lightning.cli.mistakes import explain, nearest, unknown_key
+from mrp_lightning.commands.arguments_given import Argument, arguments_given
+from mrp_lightning.commands.mistakes import explain, nearest, unknown_key
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.upstream.other_names import option_named, options_of, take_strings
 

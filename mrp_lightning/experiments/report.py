@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.cli.command import make_parser
+from mrp_lightning.commands.command import make_parser
 from mrp_lightning.environment import extra
 
 

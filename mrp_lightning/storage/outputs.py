@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.files import (
+from mrp_lightning.storage.files import (
     MANIFEST,
     flush,
     hidden_sibling,

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from mrp_lightning.cli.arguments_given import Argument
+from mrp_lightning.commands.arguments_given import Argument
 from mrp_lightning.upstream.other_names import options_of
 
 _MODULES = (

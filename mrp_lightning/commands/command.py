@@ -83,7 +83,7 @@ def make_parser(prog: str, description: str) -> Any:
         DependencyError: jsonargparse is not installed.
     """
     with extra("cli", "The command line"):
-        from mrp_lightning.cli.parser import Parser
+        from mrp_lightning.commands.parser import Parser
     raw, filled = argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter
     formatter = raw if "\n" in description else filled
     return Parser(prog=prog, description=description, formatter_class=formatter)

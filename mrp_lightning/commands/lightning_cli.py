@@ -13,8 +13,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from mrp_lightning.callbacks.saving import SaveEvaluation
-from mrp_lightning.cli.arguments_given import Argument, arguments_given, is_name
-from mrp_lightning.cli.parser import Parser
+from mrp_lightning.commands.arguments_given import Argument, arguments_given, is_name
+from mrp_lightning.commands.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM

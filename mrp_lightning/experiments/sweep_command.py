@@ -5,10 +5,10 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from mrp_lightning.cli.parser import Parser
+from mrp_lightning.commands.parser import Parser
 from mrp_lightning.errors import FAILED, OptionError
 from mrp_lightning.experiments.sweep import ModelTrials, Sweep
-from mrp_lightning.outputs import require_writable
+from mrp_lightning.storage.outputs import require_writable
 
 _DESCRIPTION = str(Sweep.__doc__).partition("Args:")[0].strip()
 

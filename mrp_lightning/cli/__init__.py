@@ -1,1 +1,0 @@
-"""The command line that all commands share: options, YAML files, and messages on mistakes."""
