@@ -19,7 +19,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from export.loading import read
-from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError, counted, first_line
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -33,6 +32,7 @@ from mrp_lightning.models.integrity import RECOMPUTED, check_size, check_values,
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
+from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.storage.files import OTHER_WEIGHTS
 from mrp_lightning.storage.json_files import read_json
 from mrp_lightning.targets.layers import PLAIN_DTYPES

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mrp_ground.grid import Grid
 from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
+from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.patterns import SemiStructured
 
 

@@ -27,9 +27,9 @@ from export.conversion.claims import Claim, Claims
 from export.conversion.integer_layouts import IntegerLayout, Integers
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import write_converted
-from mrp_ground.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.errors import OptionError, ParityError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, layers_of
 

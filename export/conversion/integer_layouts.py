@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_ground.grid import ScaleType
+from mrp_lightning.solver.grid import ScaleType
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,24 @@ from export.conversion.checkpoint import (
     weight_file,
 )
 from export.conversion.claims import Claim, Claims
-from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.solver.grid import Grid, grid_of_bits
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.storage.files import OTHER_WEIGHTS
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
-from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
+from mrp_sparse.formats.bitmask4 import BITMASK4, count_bytes, decompose
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.packed_linear import is_packable
+
+_FOUR_BITS = grid_of_bits(4)
+"""The grid of `bitmask4`, on which weights of fewer bits, or of more of its groups, lie, too."""
 
 
 def is_read_directly(model: nn.Module, name: str) -> bool:
@@ -206,7 +209,7 @@ def _of_bits(grid: Grid | None) -> str:
         return ""
     return (
         f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is "
-        f"`bits` of 3 or 4, in groups of a multiple of {GRID.group_size}. `--format "
+        f"`bits` of 3 or 4, in groups of a multiple of {_FOUR_BITS.group_size}. `--format "
         "compressed-tensors` and `python -m export.to_gguf` store other grids, too. "
     )
 
@@ -277,9 +280,9 @@ def _fits_four_bits(grid: Grid | None) -> bool:
     """Return whether bits, groups and scales of a grid are those of codes of four bits."""
     return (
         grid is not None
-        and grid.bits <= GRID.bits
-        and grid.group_size % GRID.group_size == 0
-        and grid.scales.significant <= GRID.scales.significant
+        and grid.bits <= _FOUR_BITS.bits
+        and grid.group_size % _FOUR_BITS.group_size == 0
+        and grid.scales.significant <= _FOUR_BITS.scales.significant
     )
 
 
@@ -422,7 +425,7 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
 def _why_off_grid(weight: Tensor) -> str | None:
     """Return why a weight has no codes of four bits, `None` if it has."""
     try:
-        GRID.decompose(weight)
+        decompose(weight)
     except FormatError as error:
         return str(error)
     return None

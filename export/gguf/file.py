@@ -15,9 +15,9 @@ from export.gguf.families import layout_of_family
 from export.gguf.like import layout_like
 from export.gguf.proof import prove
 from export.gguf.types import AUTO, TYPES, encode, exact_type
-from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.gguf import reading
+from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.storage.files import flush
 
 _VOCABULARY = ("token_embd.weight", "output.weight")

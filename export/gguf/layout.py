@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
-from mrp_ground.grid import GridParameters
+from mrp_lightning.solver.grid import GridParameters
 
 Arrange = Callable[[Tensor], Tensor]
 

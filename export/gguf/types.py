@@ -16,9 +16,9 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from mrp_ground.grid import GRIDS, Grid, GridParameters
 from mrp_lightning.errors import FormatError, OptionError, ParityError
 from mrp_lightning.records.grid_file import NAME as PARAMETERS
+from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters
 
 AUTO = "auto"
 _FIRST = 4  # rows for a quick check, which most weights off the grid fail

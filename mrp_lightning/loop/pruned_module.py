@@ -17,7 +17,6 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from mrp_ground.grid import GridParameters
 from mrp_lightning.environment import command
 from mrp_lightning.errors import FormatError, OptionError, SaveError
 from mrp_lightning.journal.journal import Journal, journal_path
@@ -40,6 +39,7 @@ from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
+from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.storage.files import OTHER_WEIGHTS, output_path, visible_files
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.targets.blocks import named_modules

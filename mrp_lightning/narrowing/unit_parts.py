@@ -19,7 +19,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mrp_ground.grid import Grid
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.narrowing.structure import (
@@ -29,6 +28,7 @@ from mrp_lightning.narrowing.structure import (
     NarrowingPlan,
     Structure,
 )
+from mrp_lightning.solver.grid import Grid
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled

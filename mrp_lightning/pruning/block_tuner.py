@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mrp_ground.grid import Grid, GridParameters
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
@@ -20,6 +19,7 @@ from mrp_lightning.errors import DataError, TargetError, counted
 from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
+from mrp_lightning.solver.grid import Grid, GridParameters
 from mrp_lightning.targets.layers import Layer
 
 _TIMED_STEPS = 3  # steps after which the time of the whole tuning is estimated

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_ground.grid import GridParameters
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
+from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.problem import Quality, dense_target, output_energy
 from mrp_lightning.solver.pruning import LayerTask, prune_together

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import FormatError
+from mrp_lightning.solver.grid import GridParameters
 
 NAME = "grid/parameters.safetensors"
 """The path of the file in the directory of a run."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mrp_ground.arguments import checked
-from mrp_ground.grid import GridParameters
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, NumericalWarning, PatternError
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.arithmetic import full_float32
 from mrp_lightning.solver.compensations import Compensated, ExactCompensation
+from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import FixedMask, Joint, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.patterns import Dense

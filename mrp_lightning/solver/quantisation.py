@@ -16,9 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mrp_ground.grid import Grid, GridParameters
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.arithmetic import by_rows, full_float32, split_range
+from mrp_lightning.solver.grid import Grid, GridParameters
 from mrp_lightning.solver.hessian import DampedHessian, InputHessian
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, check_weight

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mrp_ground.arguments import GROUP_SIZE, is_count, is_number
-from mrp_ground.grid import GRIDS, Grid, grid_named, grid_of_bits
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.arguments import NAMED as NAMED
@@ -22,6 +21,7 @@ from mrp_lightning.solver.compensations import (
     NoCompensation,
     SweptCompensation,
 )
+from mrp_lightning.solver.grid import GRIDS, Grid, grid_named, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern

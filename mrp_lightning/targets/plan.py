@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from mrp_ground.grid import Grid
 from mrp_lightning.errors import PatternError, TargetError, counted
+from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.blocks import (
     Block,

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from mrp_ground.errors import FormatError, PatternError
-from mrp_ground.grid import grid_of_bits
 from mrp_sparse.formats.bitmask import bytes_of, count_bits, pack_places, unused_bits
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 64
 """Columns of a group, which share a scale, and whose nibbles begin at a byte."""
-GRID = grid_of_bits(4, GROUP)
 _LARGEST = 8
 """Codes are −8 to 8 without zero, which is not stored: nibble n is n − 8, or n − 7 from 8 on."""
+_SIGNIFICANT = 5
+"""Significant bits of a scale: with at most three of a code, products have eight, as bfloat16."""
+_SMALLEST, _GREATEST = 2.0**-100, 2.0**100
+"""The range of the scales."""
 _WEIGHTS_AT_A_TIME = 2**20
 
 
@@ -33,8 +35,7 @@ def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, num_bytes: int) -> 
 def count_bytes(weight: Tensor) -> int:
     """Return the number of bytes of a weight's nibbles."""
     return sum(
-        int(bytes_of_groups((rows != 0).sum(2)).sum())
-        for rows in map(GRID.grouped, _some_rows(weight))
+        int(bytes_of_groups((rows != 0).sum(2)).sum()) for rows in map(_grouped, _some_rows(weight))
     )
 
 
@@ -57,7 +58,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     if reason := why_no_matrix(weight.shape):
         raise PatternError(f"This weight cannot be packed: {reason}.")
-    codes, scales = GRID.decompose(weight)
+    codes, scales = decompose(weight)
     stored = scales.to(weight.dtype)
     # The grid's products are rounded, and the scale alone may need more bits than they do.
     if bool((rounded := stored != scales).any()):
@@ -72,13 +73,79 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nibbles, pack_places(codes != 0), stored
 
 
+def decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a weight that lies on the grid.
+
+    Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that of the
+    smallest codes is taken; a group of zeros has the scale 1.
+
+    Args:
+        weight: (rows, columns), floating point.
+
+    Returns:
+        The codes −8 to 8, int8 (rows, columns), and the scales, float32 (rows, groups).
+
+    Raises:
+        FormatError: Some group of a row has no such scale; the message names the first group.
+    """
+    parts = [_fit(rows.detach()) for rows in _some_rows(weight)]
+    codes, scales, fits = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    if not bool(fits.all()):
+        row, group = (~fits).nonzero()[0].tolist()
+        end = min((group + 1) * GROUP, weight.shape[1])
+        raise FormatError(
+            f"Row {row}, columns {group * GROUP} to {end - 1} (group {group}): no scale makes "
+            f"these weights codes from {-_LARGEST} to {_LARGEST}, as 4 bits with groups of {GROUP} "
+            "need. The weight was changed after it was put on its grid, or is on another one: give "
+            "its `bits` and `group_size`, or its `grid`."
+        )
+    return codes, scales
+
+
+def _fit(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and whether these give the weight: int8 (rows, columns), (rows, groups).
+
+    The largest absolute value of a group, divided by a code, leaves one scale for that code.
+    """
+    values = _grouped(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+    peaks = values.abs().amax(2)
+    codes, scales = torch.zeros_like(values), torch.ones_like(peaks)
+    waiting = peaks != 0  # NaN waits, too, and never fits
+    for code in range(1, _LARGEST + 1):
+        scale = _round_scales(peaks / code)
+        # This test of one number per group leaves few groups to be rounded in full.
+        tried = (waiting & ((code * scale).to(weight.dtype) == peaks)).nonzero(as_tuple=True)
+        targets, factors = values[tried], scale[tried][:, None]
+        chosen = (targets / factors).round_().clamp_(-_LARGEST, _LARGEST)
+        fits = ((chosen * factors).to(weight.dtype) == targets).all(1)
+        solved = tuple(index[fits] for index in tried)
+        codes[solved], scales[solved] = chosen[fits], factors[fits, 0]
+        waiting[solved] = False
+    return codes.flatten(1)[:, : weight.shape[1]].to(torch.int8), scales.float(), ~waiting
+
+
+def _round_scales(scales: Tensor) -> Tensor:
+    """Return the nearest numbers of `_SIGNIFICANT` bits in the range of scales."""
+    clamped = scales.clamp(_SMALLEST, _GREATEST)
+    # Mantissas of `frexp` are in [½, 1): the quantum is 2^(exponent − significant bits).
+    exponents = torch.frexp(clamped).exponent - _SIGNIFICANT
+    quanta = torch.ldexp(torch.ones_like(clamped), exponents).clamp_(min=_SMALLEST)
+    return (clamped / quanta).round_().mul_(quanta)
+
+
+def _grouped(matrix: Tensor) -> Tensor:
+    """Return (rows, columns) as (rows, groups, 64), the last group padded with zeros."""
+    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % GROUP))
+    return padded.reshape(len(matrix), -1, GROUP)
+
+
 def _some_rows(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.split(max(1, _WEIGHTS_AT_A_TIME // max(1, weight.shape[1])))
 
 
 def _pack_rows(codes: Tensor) -> Tensor:
     """Return the bytes of the nibbles of some rows."""
-    groups = GRID.grouped(codes).flatten(0, 1)
+    groups = _grouped(codes).flatten(0, 1)
     kept = groups != 0
     # −8 … −1 become 0 … 7, and 1 … 8 become 8 … 15: the gap at 0 needs no code.
     nibbles = (groups + 8 - (groups > 0).to(torch.int8)).view(torch.uint8)

@@ -9,12 +9,12 @@ from thread_processes import together
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
-from mrp_ground.grid import GRIDS, grid_of_bits
 from mrp_lightning import BlockTuning, CausalLM, Trainer
 from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.processes import ALONE
 from mrp_lightning.pruning.block import LayerSolver
 from mrp_lightning.records.grid_file import NAME, load_parameters
+from mrp_lightning.solver.grid import GRIDS, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe

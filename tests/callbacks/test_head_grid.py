@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, OPTConfig
 
 from callbacks import MRPCallback
-from mrp_ground.grid import GRIDS
 from mrp_lightning import (
     CausalLM,
     HessianAccumulator,
@@ -26,6 +25,7 @@ from mrp_lightning.pruning import prune_layers
 from mrp_lightning.pruning.prune_layers import Calibrated, quantise_head
 from mrp_lightning.records import grid_file
 from mrp_lightning.records.grid_file import load_parameters
+from mrp_lightning.solver.grid import GRIDS
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of

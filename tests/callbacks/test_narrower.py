@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mrp_lightning
 from callbacks import MRPCallback
-from mrp_ground.grid import GRIDS
 from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetError, Trainer
 from mrp_lightning.errors import OutOfMemoryError
 from mrp_lightning.narrowing.cutting import BlockTrial, narrow
@@ -28,6 +27,7 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.solver.grid import GRIDS
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.solver.recipe import Recipe

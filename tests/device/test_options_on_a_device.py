@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from callbacks import PruningCallback
 from export.timing import random_24
-from mrp_ground.grid import GRIDS
 from mrp_lightning import CausalLM, prune_weight
 from mrp_lightning.data.sampling import Sampling, write
 from mrp_lightning.pruning import balance as balance_module
+from mrp_lightning.solver.grid import GRIDS
 from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets import values as values_module
 from mrp_sparse.eight_bit_head import EightBitLinear

@@ -1,5 +1,6 @@
 """The form of four bits, against a plain loop over the document's words."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.solver.grid import grid_of_bits
 from mrp_sparse.formats import bitmask4
 from mrp_sparse.formats.bitmask4 import (
     BITMASK4,
@@ -43,6 +45,25 @@ def weights(draw: st.DrawFn) -> Tensor:
 
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@patient
+@given(weights(), st.integers(0, 2**20), st.booleans())
+def test_codes_and_scales_are_those_of_the_grid_on_which_pruning_puts_them(weight, seed, is_off):
+    """Also of weights in float64, of NaN and of infinity, and where a group fits no scale."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = weight.double() if seed % 4 == 0 else weight
+    if is_off:
+        row, column = (int(torch.randint(n, (), generator=generator)) for n in weight.shape)
+        weight[row, column] = (0.3, math.nan, math.inf, 2.0**14)[seed % 4]
+    results = []
+    for decompose in (bitmask4.decompose, grid_of_bits(4, 64).decompose):
+        try:
+            codes, scales = decompose(weight)
+            results.append((codes.dtype, scales.dtype, codes.tolist(), scales.tolist()))
+        except FormatError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
 
 
 @patient

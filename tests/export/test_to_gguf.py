@@ -16,9 +16,9 @@ from gguf.quants import dequantize
 from gguf_files import write
 
 from export.gguf.types import encode
-from mrp_ground.grid import GRIDS, Grid, GridParameters
 from mrp_lightning.errors import FormatError
 from mrp_lightning.records.grid_file import NAME
+from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 

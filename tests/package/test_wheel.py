@@ -123,7 +123,7 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
     } - {f"mrp_sparse/kernels/{library.path().name}"}
     sources = {name for name in here if name.startswith("mrp_sparse/kernels/cpu/")}
     built = f"mrp_sparse/kernels/{library.path().name}"
-    assert {"mrp_sparse/kernels/cpu/operators.cpp", "mrp_ground/grid.py"} <= here
+    assert {"mrp_sparse/kernels/cpu/operators.cpp", "mrp_ground/errors.py"} <= here
     files = {name for name in inside if ".dist-info/" not in name and not name.endswith("/")}
     assert files == (here - sources) | {built}
 

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
-from mrp_ground.grid import GRIDS, grid_of_bits
 from mrp_lightning import BlockTuning, CausalLM, Trainer, prune_weight
 from mrp_lightning.pruning.block_tuner import _Scales
+from mrp_lightning.solver.grid import GRIDS, grid_of_bits
 from mrp_lightning.targets.layers import Linear
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrp_ground.grid import GRIDS, GridParameters, grid_of_bits
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import FormatError, OptionError, PatternError
+from mrp_lightning.solver.grid import GRIDS, GridParameters, grid_of_bits
 
 NAMES = sorted(GRIDS)
 STORED = sorted(name for name, g in GRIDS.items() if g.steps is None and not g.minimum)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrp_ground.grid import grid_of_bits
 from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.solver.grid import grid_of_bits
 
 
 def significant_bits(value):

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from mrp_ground.grid import GRIDS, Grid, ScaleType
 from mrp_lightning import prune_weight
 from mrp_lightning.processes import ALONE
+from mrp_lightning.solver.grid import GRIDS, Grid, ScaleType
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem

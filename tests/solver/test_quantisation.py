@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from mrp_ground.grid import grid_of_bits
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import ALONE
+from mrp_lightning.solver.grid import grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.problem import Problem

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mrp_ground.grid import GRIDS
 from mrp_lightning.errors import PatternError, TargetError
+from mrp_lightning.solver.grid import GRIDS
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.targets.blocks import alike, find_blocks, matches
 from mrp_lightning.targets.layers import Conv1D
