@@ -21,8 +21,8 @@ LIMIT = 300.0
 """Seconds after which a command hangs; on a quiet machine each takes one or two."""
 
 _LONGEST_GAP = 1.0
-_LEFT_ON_PURPOSE = re.compile(r"\.[^/]+\.[^/]+\.old|\.own-text")
-"""An older result that a killed process moved aside, and text that later runs read again."""
+_LEFT_ON_PURPOSE = re.compile(r"\.[^/]+\.[^/]+\.old")
+"""An older result that a killed process moved aside."""
 
 
 @dataclass(frozen=True)

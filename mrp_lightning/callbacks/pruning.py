@@ -1,15 +1,15 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import signature
 from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from mrp_ground.arguments import checked
 from mrp_lightning.environment import progress_log
@@ -199,10 +199,9 @@ class PruningCallback(Callback):
             )
         self._pruned.save(directory, overwrite=overwrite)
 
-    @property
-    def output_directory(self) -> Path | None:
-        """The directory next to which the journal is written; `None` if there is no journal."""
-        return self.run_directory or self.save_dir
+    def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return tensors that a run in progress keeps in its journal; see `Run.kept`."""
+        return compute() if self._run is None else self._run.kept(name, compute)
 
     @property
     def state_key(self) -> str:

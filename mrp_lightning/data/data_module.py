@@ -64,7 +64,7 @@ class TextDataModule(LightningDataModule):
     * Published texts, which `calibration` and `evaluation` name, are read by the protocol of
       SparseGPT (lab/paper.md). `evaluation` gives a dictionary of dataloaders.
     * With `calibration="self"`, the model that `predict` runs writes the windows itself before it
-      is pruned. They are stored next to the pruned model (docs/self-calibration.md).
+      is pruned. The journal of the pruning keeps them (docs/self-calibration.md).
 
     Most windows start in the middle of a text and so lack the BOS of its start, which some families
     need. Therefore the tokens that the tokenizer adds at the start of a text are added to each

@@ -53,7 +53,7 @@ _TEMPORARY = re.compile(r"\.tmp\w{6}")
 _KEPT = "kept"
 _BLOCK = re.compile(
     # Journals of format version 1 have `balance`; they are refused, but also removed.
-    rf"(block-\d{{5,}}(-grid)?|{_KEPT}-[a-z]+|balance)\.safetensors(?P<part>\.partial)?"
+    rf"(block-\d{{5,}}(-grid)?|{_KEPT}-[a-z0-9]+|balance)\.safetensors(?P<part>\.partial)?"
 )
 
 
@@ -403,7 +403,7 @@ class Journal(AbstractContextManager["Journal"]):
         called, its result is returned unchanged; tensors that are read are on the CPU.
 
         Args:
-            name: The name of the value, in lowercase letters.
+            name: The name of the value, in lowercase letters and digits.
             compute: Returns the tensors by name, the same in all processes.
 
         Raises:
@@ -412,22 +412,19 @@ class Journal(AbstractContextManager["Journal"]):
         # Process 0 decides for all: only it has the disk, and `compute` may be a collective call.
         is_stored = bool(self._processes.all(name in self.manifest.kept)[0])
         if is_stored:
-            stored = load_file(self._kept_file(name)) if self._lock is not None else {}
+            stored = load_file(_kept_file(self.path, name)) if self._lock is not None else {}
             return dict(self._processes.all(stored)[0])
         computed = compute()
         if self._lock is not None:
             tensors = {key: tensor.contiguous() for key, tensor in computed.items()}
             try:
                 self.manifest.kept[name] = self._store(
-                    self._kept_file(name), lambda file: save_tensors(tensors, file, name)
+                    _kept_file(self.path, name), lambda file: save_tensors(tensors, file, name)
                 )
             except (OSError, SafetensorError) as error:
                 raise _unwritable(self.path, error) from error
             self._save_manifest()
         return computed
-
-    def _kept_file(self, name: str) -> Path:
-        return self.path / f"{_KEPT}-{name}.safetensors"
 
     def close(self) -> None:
         """Release the lock, so that another process can resume the run."""
@@ -491,7 +488,7 @@ class Journal(AbstractContextManager["Journal"]):
                     log.warning("%s is damaged or missing. Its block is pruned again.", file)
                     self._damaged.add(step)
         for name, checksum in list(earlier.kept.items()):
-            file = self._kept_file(name)
+            file = _kept_file(self.path, name)
             if not self._is_whole(file.name, checksum):
                 # All blocks were pruned by it: another machine may compute it otherwise.
                 log.warning("%s is damaged or missing. All blocks are pruned again.", file)
@@ -535,6 +532,24 @@ def find_journal(path: str | PathLike[str]) -> Path | None:
         return path
     journal = journal_path(path)
     return journal if not path.exists() and (journal / NAME).is_file() else None
+
+
+def read_kept(save_dir: str | PathLike[str], name: str) -> dict[str, Tensor] | None:
+    """Return a value of `Journal.kept` that an unfinished run into `save_dir` has stored.
+
+    Return `None` if there is none, or if its file or the journal is damaged.
+    """
+    path = journal_path(save_dir)
+    file = _kept_file(path, name)
+    try:
+        is_whole = sha256_of(file) == Manifest.load(path).kept[name]
+        return load_file(file) if is_whole else None
+    except (OSError, JournalError, KeyError):
+        return None
+
+
+def _kept_file(path: Path, name: str) -> Path:
+    return path / f"{_KEPT}-{name}.safetensors"
 
 
 def unfinished_report(journal: Path) -> tuple[PruningReport, str]:

@@ -1,9 +1,10 @@
 """One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from mrp_lightning.environment import command, versions
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import counted
-from mrp_lightning.journal.journal import Journal, require_free
+from mrp_lightning.journal.journal import Journal, read_kept, require_free
 from mrp_lightning.journal.manifest import Fingerprint, fingerprint
 from mrp_lightning.loop.calibration_data import describe_data, warn_of_data
 from mrp_lightning.loop.distributed import (
@@ -134,7 +135,7 @@ def _open_journal(
         try:
             yield journal
         except BaseException:
-            # A journal with neither blocks nor a survey (`kept`) saves no work.
+            # A journal with neither blocks nor kept values saves no work.
             if not journal.manifest.shards and not journal.manifest.kept:
                 # If weights were changed, it stays: it keeps another run from starting with them.
                 if not job.listener.pruned_rows:
@@ -212,6 +213,7 @@ class Run:
         self._changes = ExitStack()
         self._signals = unclaimed_signals()  # before Lightning installs its handler of SIGTERM
         self._capture: StepCapture | None = None
+        self._kept: dict[str, Mapping[str, Tensor]] = {}
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.save_dir = None if rehearsal else output.save_dir
         self._journal_path = None if rehearsal else output.run_directory or output.save_dir
@@ -287,6 +289,19 @@ class Run:
         """Undo all changes of the module."""
         self._changes.close()
 
+    def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return tensors that decide the batches, of an interrupted run or computed; collective.
+
+        The journal is opened when the batches are known, and keeps the tensors from then on; see
+        `Journal.kept`.
+        """
+        processes, stored = processes_of(self.trainer), None
+        if processes.rank == 0 and self.output.resume and self._journal_path is not None:
+            stored = read_kept(self._journal_path, name)
+        stored = processes.all(stored)[0]
+        self._kept[name] = compute() if stored is None else stored
+        return self._kept[name]
+
     def num_batches(self) -> int:
         """Return the total number of batches that the processes stored; a collective call."""
         steps = [] if self._capture is None else self._capture.steps
@@ -341,7 +356,10 @@ class Run:
                         config=config,
                         provenance=provenance,
                     )
-                    job = replace(job, journal=stack.enter_context(opened))
+                    journal = stack.enter_context(opened)
+                    for name, tensors in self._kept.items():
+                        journal.kept(name, partial(dict, tensors))
+                    job = replace(job, journal=journal)
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams({"prune": config})
                 with (
@@ -356,8 +374,8 @@ class Run:
                     self.trainer.callback_metrics[f"prune/{name}"] = total
             grid = {name: x for result in job.listener.results for name, x in result.grid.items()}
             # A journal of a run with a directory of its own outlives the saving of the model.
-            journal = job.journal if self.output.run_directory is None else None
-            yield PrunedModule(self.module, self.report, grid, journal)
+            leaves = self.output.run_directory is not None
+            yield PrunedModule(self.module, self.report, grid, None if leaves else job.journal)
 
     @contextmanager
     def _reported(

@@ -239,15 +239,16 @@ class Pruning(Protocol):
     Attributes:
         settings: The settings of the pruning.
         report: The report on each layer, `None` before the first run.
-        output_directory: The directory next to which a run stores its journal and its own text;
-            `None` if it stores neither.
         run_directory: The directory next to which the journal is written, if it is not `save_dir`.
     """
 
     settings: Settings
     report: PruningReport | None
-    output_directory: Path | None
     run_directory: Path | None
+
+    def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Return tensors that a run in progress keeps in its journal; see `Run.kept`."""
+        ...
 
 
 def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:

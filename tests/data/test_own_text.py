@@ -1,4 +1,4 @@
-"""A model writes its own calibration text in a trainer, once for all runs beside each other."""
+"""A model writes its own calibration text in a trainer, once for a run and its resumptions."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.data import data_module, own_text
 from mrp_lightning.data.sampling import write
-from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import DataError, OptionError, TargetError
+from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.text.windows import Cutter
 
 QUIET = {
@@ -29,15 +29,15 @@ def data(**options) -> TextDataModule:
     return TextDataModule(**{**defaults, **options})
 
 
-def pruned(tiny_llama, save_dir=None, **options):
-    callback = MRPCallback(pattern="2:4", save_dir=save_dir)
+def pruned(tiny_llama, save_dir=None, resume=True, **options):
+    callback = MRPCallback(pattern="2:4", save_dir=save_dir, resume=resume)
     Trainer(**QUIET).predict(CausalLM(tiny_llama), datamodule=data(**options), callbacks=[callback])
     return callback.report
 
 
 @pytest.fixture
 def written(monkeypatch):
-    """The batches that are written, in place of what is kept."""
+    """The batches of windows that are written."""
     batches = []
 
     def counted(model, sampling, windows, tell):
@@ -61,21 +61,49 @@ def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeyp
     assert next(clock, None) is None
 
 
-def test_runs_beside_each_other_share_what_the_model_wrote(tiny_llama, tmp_path, written, caplog):
-    with caplog.at_level("INFO"), quiet_lightning():  # as a sweep runs it
-        first = pruned(tiny_llama, tmp_path / "a")
-        second = pruned(tiny_llama, tmp_path / "b")
-    assert written == [range(5)]
-    assert [row.loss for row in first.layers] == [row.loss for row in second.layers]
-    assert sum(row.tokens for row in first.layers) == 5 * 24 * len(first.layers)
-    assert first.provenance["data"]["source"] == "the model's own text"
-    assert any("of the model's own text takes about" in line for line in caplog.messages)
-    (file,) = (tmp_path / ".own-text").glob("*/*")
-    ids = load_file(file)["input_ids"]
-    again = torch.cat(list(_loader(tiny_llama, num_samples=5)))
-    assert torch.equal(ids, again)
-    pruned(tiny_llama, tmp_path / "c", seed=1)
-    assert written == [range(5), range(5), range(5)]
+def test_a_resumed_run_reads_the_windows_that_its_journal_keeps(
+    tiny_llama, tmp_path, written, caplog, monkeypatch
+):
+    whole = pruned(tiny_llama, tmp_path / "whole")
+    assert whole.provenance["data"]["source"] == "the model's own text"
+    assert sum(row.tokens for row in whole.layers) == 5 * 24 * len(whole.layers)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockResult, "save", stop)
+        with pytest.raises(ZeroDivisionError):
+            pruned(tiny_llama, tmp_path / "a")
+    (file,) = (tmp_path / ".a.partial").glob("kept-text*")
+    assert torch.equal(load_file(file)["text"], torch.cat(_loader(tiny_llama)))
+    written.clear()
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        resumed = pruned(tiny_llama, tmp_path / "a")
+    assert not written
+    assert "own text" not in caplog.text
+    assert [row.loss for row in resumed.layers] == [row.loss for row in whole.layers]
+    assert not (tmp_path / ".a.partial").exists()
+
+
+@pytest.mark.parametrize("change", ["seed", "number", "damage", "resume"])
+def test_windows_of_another_sampling_or_a_damaged_file_are_not_read(
+    tiny_llama, tmp_path, written, monkeypatch, change
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockResult, "save", stop)
+        with pytest.raises(ZeroDivisionError):
+            pruned(tiny_llama, tmp_path / "a")
+    if change == "damage":
+        (file,) = (tmp_path / ".a.partial").glob("kept-text*")
+        file.write_bytes(file.read_bytes()[:-1])
+    written.clear()
+    options = {"seed": {"seed": 1}, "number": {"num_samples": 4}}.get(change, {})
+    resumed = pruned(tiny_llama, tmp_path / "a", resume=change != "resume", **options)
+    assert written
+    losses = [row.loss for row in pruned(tiny_llama, **options).layers]
+    assert [row.loss for row in resumed.layers] == losses
+
+
+def stop(*_):
+    raise ZeroDivisionError
 
 
 def _loader(tiny_llama, **options):

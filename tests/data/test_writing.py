@@ -1,7 +1,4 @@
-"""What a model writes is drawn from its own distribution, and is not written twice."""
-
-import json
-from contextlib import contextmanager
+"""What a model writes is drawn from its own distribution."""
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from tiny_configs import FAMILIES, VOCABULARY
 from transformers.cache_utils import DynamicLayer
 
 from mrp_lightning.data import own_text as module
-from mrp_lightning.data.own_text import key_of, write_together
+from mrp_lightning.data.own_text import write_together
 from mrp_lightning.data.sampling import FilledLayer, Sampling, require_writer, write
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
@@ -152,65 +149,6 @@ def test_what_cannot_write_is_refused(model_type):
         require_writer(torch.nn.Linear(2, 2))
 
 
-@contextmanager
-def stopping(batches, windows):
-    """Ends the writing in its second batch."""
-
-    def report(finished, tokens):
-        if finished and tokens > 3 * 5:
-            raise KeyboardInterrupt
-
-    yield report
-
-
-def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
-    whole = write_together(llama, sampling_of(), 8, None, ALONE)
-    directory, batches = tmp_path / "new" / "a", []
-    with pytest.raises(KeyboardInterrupt):
-        write_together(llama, sampling_of(), 8, directory, ALONE, stopping)
-
-    def counted(*arguments):
-        batches.append(arguments[2])
-        return write(*arguments)
-
-    monkeypatch.setattr(module, "write", counted)
-    for written in ([range(3, 6), range(6, 8)], []):
-        again = write_together(llama, sampling_of(), 8, directory, ALONE)
-        assert torch.equal(again, whole)
-        assert batches == written
-        batches.clear()
-    file = directory / "windows-3-6.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-    again = write_together(llama, sampling_of(), 8, directory, ALONE)
-    assert torch.equal(again, whole)
-    assert batches == [range(3, 6)]
-
-
-def test_what_is_kept_is_found_in_batches_of_any_size(llama, tmp_path, monkeypatch):
-    batches = []
-
-    def counted(*arguments):
-        batches.append(arguments[2])
-        return write(*arguments)
-
-    monkeypatch.setattr(module, "write", counted)
-    for most, count in ((2, 5), (4, 9), (3, 7)):
-        monkeypatch.setattr(module, "windows_at_once", lambda *_, most=most: most)
-        found = write_together(llama, sampling_of(), count, tmp_path, ALONE)
-        assert torch.equal(found, write(llama, sampling_of(), range(count), silent))
-    assert batches == [range(2), range(2, 4), range(4, 5), range(5, 9)]
-
-
-@pytest.mark.parametrize(("count", "most", "longest"), [(200, 64, 50), (64, 64, 32), (130, 64, 33)])
-def test_processes_get_about_as_much_to_write(count, most, longest):
-    batches = module._batches(list(range(count)), most, 2)
-    assert [n for batch in batches for n in batch] == list(range(count))
-    assert max(map(len, batches)) == longest
-    each = [sum(map(len, batches[rank::2])) for rank in (0, 1)]
-    assert abs(each[0] - each[1]) < len(batches)
-
-
 def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
     length, growing = 9, DynamicLayer()
     ours = FilledLayer(length)
@@ -224,55 +162,34 @@ def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
     assert len(places) == 1
 
 
-def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkeypatch):
-    whole = write_together(llama, sampling_of(), 7, None, ALONE)
-    models, mine = [made("llama") for _ in range(2)], [[], []]
-
-    def counted(model, *arguments):
-        mine[models.index(model)].append(arguments[1])
-        return write(model, *arguments)
-
-    monkeypatch.setattr(module, "write", counted)
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_processes_share_the_windows_and_all_get_all(llama, size, monkeypatch):
+    monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
+    whole, models = write(llama, sampling_of(), range(7), silent), [made("llama") for _ in range(8)]
 
     def work(processes):
-        directory = tmp_path / str(processes.rank)  # machines without a common disk
-        model = models[processes.rank]
-        return write_together(model, sampling_of(), 7, directory, processes)
+        tokens = []
+        written = write_together(models[processes.rank], sampling_of(), 7, processes, tokens.append)
+        assert sorted(tokens) == tokens
+        assert all(0 < n <= 12 * len(range(7)[processes.share(7)]) for n in tokens)
+        return written
 
-    for _ in range(2):
-        first, second = together(2, work)
-        assert torch.equal(first, second)
-        assert torch.equal(first, whole)
-    assert mine == [[range(4)], [range(4, 7)]]
+    for written in together(size, work):
+        assert torch.equal(written, whole)
 
 
 def test_memory_for_half_a_batch_is_enough(llama, monkeypatch):
-    whole = write(llama, sampling_of(), range(4), silent)
+    whole, batches = write(llama, sampling_of(), range(7), silent), []
 
-    def narrow(model, what, windows, tell):
+    def narrow(model, sampling, windows, report):
+        batches.append(windows)
         if len(windows) > 2:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return write(model, what, windows, tell)
+        return write(model, sampling, windows, report)
 
     monkeypatch.setattr(module, "write", narrow)
-    found = write_together(llama, sampling_of(), 4, None, ALONE)
-    assert torch.equal(found, whole)
-
-
-def test_the_key_tells_other_text_apart(llama):
-    config = json.dumps(llama.config.to_dict(), default=str)
-
-    def key(what=None, configuration=config, **changed):
-        weights = {**dict(llama.named_parameters()), **changed}
-        return key_of(what or sampling_of(), configuration, iter(weights.items()))
-
-    other = {**dict(llama.named_parameters())}["lm_head.weight"].detach() + 1
-    keys = [
-        key(),
-        key(sampling_of(seed=1)),
-        key(sampling_of(length=13)),
-        key(sampling_of(prefix=(1,))),
-    ]
-    keys += [key(configuration=config.replace("10000.0", "5.0")), key(**{"lm_head.weight": other})]
-    assert len(set(keys)) == len(keys)
-    assert key() == keys[0]
+    assert torch.equal(write_together(llama, sampling_of(), 7, ALONE, silent), whole)
+    assert list(map(len, batches)) == [7, 3, 1, 1, 1, 1, 1, 1, 1]
+    monkeypatch.setattr(module, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_together(llama, sampling_of(), 7, ALONE, silent)
