@@ -14,13 +14,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from quiet import QUIET
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule
 from mrp_lightning.pruning.block import LayerSolver
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-QUIET |= {"enable_model_summary": False}
 PRUNE: dict[str, Any] = {"sparsity": 0.5, "allocation": "output", "target": "dense", "tuning": True}
 PRUNE |= {"head_grid": "q5_0"}
 
@@ -60,13 +59,13 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shape = {"num_nodes": 2, "devices": 1} if options.resume else {"devices": 2}
-    shape["accelerator"] = options.accelerator
+    shape: dict[str, Any] = {"num_nodes": 2, "devices": 1} if options.resume else {"devices": 2}
+    shape |= {"accelerator": options.accelerator}
 
     def prune(name):
         model = CausalLM(options.model)
         callback = MRPCallback(**PRUNE, save_dir=options.out / name)
-        trainer = pl.Trainer(strategy="ddp", callbacks=[callback], **shape, **QUIET)
+        trainer = pl.Trainer(strategy="ddp", callbacks=[callback], **QUIET | shape)
         trainer.predict(model, datamodule=data(options.text))
         return trainer, model, callback.report
 

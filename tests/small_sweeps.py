@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from quiet import QUIET
 
 BASE = {
     "data": {
@@ -14,10 +15,7 @@ BASE = {
         "batch_size": 2,
     },
     "trainer": {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "callbacks": [{"class_path": "callbacks.MRPCallback"}],
     },
 }

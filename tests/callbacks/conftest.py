@@ -4,17 +4,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from quiet import QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from families import batches, build
+from quiet import QUIET
 from slow_pruning import report_of
 from thread_processes import together
 from tiny_configs import FAMILIES
@@ -24,14 +25,6 @@ from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import make_plan
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 def wider(monkeypatch, family, experts):

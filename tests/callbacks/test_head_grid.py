@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddp_worker import bits
 from families import build
+from slow_pruning import Killed
 from thread_processes import together
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, OPTConfig
@@ -115,15 +116,11 @@ def test_what_is_saved_is_tied_and_says_so(llama, loader, quiet, tmp_path):
     assert '  head_grid: "q5_0"\n' in card
 
 
-class Stopped(BaseException):
-    """Ends a run as a kill would."""
-
-
 @pytest.mark.parametrize(("entries", "streaming"), [(1, False), (2, True), (3, False)])
 def test_a_run_goes_on_with_the_same_bits(
     entries, streaming, llama, loader, quiet, tmp_path, monkeypatch
 ):
-    """Stopped after the first block, before the head, and after it."""
+    """Killed after the first block, before the head, and after it."""
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
 
     def run(name):
@@ -140,10 +137,10 @@ def test_a_run_goes_on_with_the_same_bits(
         write(self, step, record)
         steps.append(step)
         if len(steps) == entries:
-            raise Stopped
+            raise Killed
 
     monkeypatch.setattr(Journal, "write", write_and_stop)
-    with pytest.raises(Stopped):
+    with pytest.raises(Killed):
         run("parts")
     monkeypatch.undo()
     assert steps == [0, 1, 2][:entries]

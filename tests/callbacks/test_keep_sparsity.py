@@ -9,6 +9,7 @@ import lightning
 import pytest
 import torch
 from families import build
+from quiet import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,14 +18,6 @@ from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import StrategyError, TargetError
 from mrp_lightning.storage.files import MANIFEST
 from mrp_lightning.targets.layers import holds_experts, layers_of
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import batches, build
 from lightning.pytorch import Trainer as LightningTrainer
+from quiet import QUIET
 from slow_pruning import report_of
 from thread_processes import together
 from tiny_configs import FAMILIES
@@ -59,15 +60,6 @@ def narrower(model, loader, tmp_path, **options):
     callback = MRPCallback(save_dir=tmp_path / "narrower", **{"sparsity": 0.5} | options)
     Trainer(**QUIET).predict(model, loader, callbacks=[callback])
     return callback, tmp_path / "narrower"
-
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 class Spy:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from ddp_worker import PRUNE, bits, data
-from ddp_worker import QUIET as SILENT
 from lightning.pytorch import Trainer
+from quiet import QUIET
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,6 @@ from mrp_lightning.errors import JournalError
 from mrp_lightning.records.grid_file import NAME
 
 ROOT = Path(__file__).parents[2]
-QUIET = {**SILENT, "accelerator": "cpu"}
 WORKER = ROOT / "tests" / "ddp_worker.py"
 
 
@@ -169,7 +168,7 @@ def test_two_gpus_hold_the_same_bits(given, tmp_path):
     first, second = (json.loads((tmp_path / f"first-{n}.json").read_text()) for n in (0, 1))
     assert first["bits"] == second["bits"]
     one, callback = CausalLM(model), MRPCallback(**PRUNE)
-    trainer = Trainer(devices=1, callbacks=[callback], **SILENT, accelerator="gpu")
+    trainer = Trainer(devices=1, callbacks=[callback], **QUIET | {"accelerator": "gpu"})
     trainer.predict(one, datamodule=data(text))
     for row, same in zip(first["report"]["layers"], callback.report.layers, strict=True):
         assert row["relative_loss"] == pytest.approx(same.relative_loss, abs=1e-3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_pruning import Killed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,10 +19,6 @@ from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import Manifest
 from mrp_lightning.loop.pruned_module import num_bytes
 from mrp_lightning.pruning.settings import BlockTuning
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing of ours catches it."""
 
 
 @pytest.fixture

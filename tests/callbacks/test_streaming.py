@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slow_pruning import Killed
 from torch import Tensor
 
 from callbacks import MRPCallback
@@ -21,10 +22,6 @@ from mrp_lightning.storage.files import MANIFEST
 TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
 NAN = "model.layers.1.mlp.up_proj.weight"
 SEEN = {"seconds", "base_model", "command", "files", "resumed_blocks", "cpu_seconds", "peak_rss"}
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing of ours catches it."""
 
 
 @pytest.fixture

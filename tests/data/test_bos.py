@@ -5,6 +5,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from quiet import QUIET
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -14,12 +15,6 @@ from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, OptionError
 
 TEXT = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(120))
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def tokenizer_with(template: str):

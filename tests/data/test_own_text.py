@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -15,12 +16,6 @@ from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.text.windows import Cutter
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 HALVES = "self: 0.5, stdlib: 0.5"
 
 

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import lightning
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -134,10 +134,7 @@ def test_a_module_of_ones_own_is_packed_and_loaded(tmp_path):
     torch.manual_seed(0)
     module = Own()
     callback = MRPCallback(sparsity=0.6, save_dir=tmp_path / "own")
-    options: dict[str, Callable[..., object] | object] = {"accelerator": "cpu", "logger": False}
-    trainer = lightning.Trainer(
-        callbacks=[callback], enable_progress_bar=False, enable_model_summary=False, **options
-    )
+    trainer = lightning.Trainer(callbacks=[callback], **QUIET)
     trainer.predict(module, DataLoader(torch.randn(64, 19), batch_size=16))
     main([str(tmp_path / "own")])
     loaded = export.load_into(Own(), tmp_path / "own-bitmask")

@@ -6,6 +6,7 @@ import re
 import numpy
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -15,8 +16,6 @@ from export.to_sparse import main
 from mrp_lightning import CausalLM, Trainer
 
 from .conftest import refusal
-
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def pruned(tmp_path):
         windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
         callback = MRPCallback(save_dir=tmp_path / name, **options)
         loader = torch.utils.data.DataLoader(windows, batch_size=4)
-        trainer = Trainer(**QUIET, enable_model_summary=False)
+        trainer = Trainer(**QUIET)
         trainer.predict(CausalLM(tmp_path / "dense"), loader, callbacks=[callback])
         return tmp_path / name
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from export.conversion.integer_layouts import LAYOUTS, PackQuantized
 from export.to_sparse import main
 from mrp_lightning import CausalLM, Trainer
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -46,7 +46,7 @@ def pruned(tmp_path):
         model.save_pretrained(tmp_path / "dense")
         windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
         callback = MRPCallback(save_dir=tmp_path / "run", **{"grid": "int4-g32"} | options)
-        trainer = Trainer(**QUIET, enable_model_summary=False)
+        trainer = Trainer(**QUIET)
         loader = torch.utils.data.DataLoader(windows, batch_size=4)
         trainer.predict(CausalLM(tmp_path / "dense"), loader, callbacks=[callback])
         return tmp_path / "run"

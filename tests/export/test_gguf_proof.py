@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
@@ -21,7 +22,6 @@ from export.to_gguf import main
 from mrp_lightning import CausalLM, Trainer
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
 
 def change(directory, **tensors):
@@ -91,7 +91,7 @@ def test_also_where_the_other_file_has_none(model, tmp_path, tiny_llama):
 def test_also_after_a_pruning_that_puts_it_on_a_grid(other_head, tmp_path):
     windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
     callback = MRPCallback(sparsity=0.5, head_grid="q8_0", save_dir=tmp_path / "run")
-    trainer = Trainer(**QUIET, enable_model_summary=False)
+    trainer = Trainer(**QUIET)
     loader = torch.utils.data.DataLoader(windows, batch_size=4)
     trainer.predict(CausalLM(other_head), loader, callbacks=[callback])
     main([str(tmp_path / "run")])

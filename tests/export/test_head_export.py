@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -224,8 +225,7 @@ def test_a_head_on_a_grid_is_packed_with_its_model(tied, bits, tmp_path):
     run = tmp_path / "run"
     callback = MRPCallback(pattern="2:4", bits=bits, head_grid="q4_0", save_dir=run)
     windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    trainer = Trainer(**quiet, enable_model_summary=False)
+    trainer = Trainer(**QUIET)
     loader = torch.utils.data.DataLoader(windows, batch_size=2)
     trainer.predict(model, loader, callbacks=[callback])
     head_bits = [] if tied else ["--head-bits", "8"]

@@ -6,6 +6,7 @@ import json
 import lightning
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,13 +18,6 @@ from export.to_sparse import main
 from mrp_lightning.errors import FormatError, OptionError
 
 from .conftest import refusal, write_report
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quiet import QUIET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import MRPCallback
@@ -20,8 +21,6 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.records.grid_file import NAME
 from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-
 
 @pytest.fixture
 def source(tiny_llama, tmp_path):
@@ -36,7 +35,7 @@ def pruned(source, directory, **options):
     windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
     callback = MRPCallback(save_dir=directory, **options)
     loader = torch.utils.data.DataLoader(windows, batch_size=4)
-    Trainer(**QUIET, enable_model_summary=False).predict(model, loader, callbacks=[callback])
+    Trainer(**QUIET).predict(model, loader, callbacks=[callback])
     return directory
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -131,9 +132,7 @@ def test_a_lightning_checkpoint_is_read(llama, ids, tmp_path):
     from mrp_lightning import CausalLM, Trainer
 
     module = CausalLM(str(llama))
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
+    trainer = Trainer(**QUIET)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "pruned.ckpt")
     main([str(tmp_path / "pruned.ckpt"), "--out", str(tmp_path / "out")])
@@ -424,9 +423,7 @@ def test_a_model_that_we_pruned_is_exported_whole(tmp_path, ids):
 
     data = TextDataModule(num_samples=2, sequence_length=64)
     callback = PruningCallback(method="wanda", pattern="2:4", save_dir=tmp_path / "pruned")
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
+    trainer = Trainer(**QUIET)
     trainer.predict(CausalLM(str(STDLIB_LLAMA)), datamodule=data, callbacks=[callback])
     main([str(tmp_path / "pruned")])
     model = export.load(tmp_path / "pruned-sparse24")

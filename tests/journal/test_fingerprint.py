@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from quiet import QUIET
+from slow_pruning import Killed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,18 +19,6 @@ from mrp_lightning.errors import JournalError
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.journal.manifest import digest_of, together
 from mrp_lightning.loop.module_parts import Step, copy_tensors
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nothing of ours catches it."""
 
 
 @dataclass(slots=True)

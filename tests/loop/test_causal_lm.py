@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quiet import QUIET
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     AutoConfig,
@@ -24,14 +25,6 @@ from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.loop.perplexity import token_losses
 from mrp_lightning.text.sources import standard_library
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 def padded_batches(batch_size: int, side: str = "right") -> DataLoader:

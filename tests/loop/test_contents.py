@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -11,14 +12,6 @@ from transformers import AutoModelForCausalLM
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, TargetError
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "max_epochs": 1,
-}
 LOADER = DataLoader(torch.arange(1, 49).view(4, 12), 2)
 
 
@@ -57,7 +50,7 @@ def test_what_needs_all_weights_is_refused(tiny_llama, tmp_path):
     with pytest.raises(OptionError, match="`ckpt_path` gives all weights"):
         Trainer(**QUIET).validate(streamed, LOADER, ckpt_path=str(tmp_path / "whole.ckpt"))
     with pytest.raises(OptionError, match=r"`fit` changes all .* without `streaming`"):
-        Trainer(**QUIET).fit(streamed, LOADER)
+        Trainer(**QUIET, max_epochs=1).fit(streamed, LOADER)
     trainer = Trainer(**QUIET)
     trainer.validate(streamed, LOADER, verbose=False)
     with pytest.raises(OptionError, match="a Lightning checkpoint holds all"):

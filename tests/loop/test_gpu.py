@@ -2,17 +2,12 @@
 
 import pytest
 import torch
+from quiet import QUIET
 from torch.utils.data import DataLoader
 
 from mrp_lightning import CausalLM, Trainer
 
-QUIET = {
-    "accelerator": "cuda",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
+ON_GPU = QUIET | {"accelerator": "cuda"}
 
 
 @pytest.mark.gpu
@@ -24,7 +19,7 @@ def test_offload_keeps_blocks_off_the_device(tiny_llama):
     last.register_forward_pre_hook(
         lambda *_: places.extend(p.device.type for p in first.parameters())
     )
-    (logged,) = Trainer(**QUIET).test(lm, loader, verbose=False)
-    (expected,) = Trainer(**QUIET).test(CausalLM(tiny_llama), loader, verbose=False)
+    (logged,) = Trainer(**ON_GPU).test(lm, loader, verbose=False)
+    (expected,) = Trainer(**ON_GPU).test(CausalLM(tiny_llama), loader, verbose=False)
     assert set(places) == {"cpu"}
     assert logged["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

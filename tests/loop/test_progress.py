@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from quiet import QUIET
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
@@ -23,12 +24,7 @@ from mrp_lightning.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
 
-TRAINER = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
+TRAINER = {key: value for key, value in QUIET.items() if key != "enable_progress_bar"}
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -6,6 +6,7 @@ import lightning
 import pytest
 import torch
 import transformers
+from quiet import QUIET
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
@@ -19,7 +20,6 @@ SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZE |= {"num_attention_heads": 4}
 TEXT = {**SIZE, "model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2}
 IMAGE = {**SIZE, "image_size": 16, "patch_size": 8}
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 IDS = torch.randint(3, 60, (4, 8), generator=torch.Generator().manual_seed(0))
 PIXELS = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet import QUIET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
@@ -56,9 +57,7 @@ def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
     module = CausalLM(tiny_gguf, dtype="float32")
     data = TextDataModule(num_samples=2, sequence_length=32)
     callback = MRPCallback(pattern="2:4", save_dir=out)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
+    trainer = Trainer(**QUIET)
     trainer.predict(module, datamodule=data, callbacks=[callback])
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quiet import QUIET
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
@@ -9,8 +10,6 @@ from mrp_lightning import BlockTuning, CausalLM, Trainer, prune_weight
 from mrp_lightning.pruning.block_tuner import _Scales
 from mrp_lightning.solver.grid import GRIDS, grid_of_bits
 from mrp_lightning.targets.layers import Linear
-
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
 
 def layer_on(grid, codes, scales):
@@ -102,7 +101,7 @@ def test_a_tuned_run_has_the_codes_of_one_that_is_not(tiny_llama, tmp_path):
     models, tuning = [], BlockTuning(epochs=3, learning_rate=1e-3, batch_size=4)
     for k, options in enumerate(({}, {"tuning": tuning})):
         callback = MRPCallback(grid="q4_0", save_dir=tmp_path / str(k), **options)
-        trainer = Trainer(**QUIET, enable_model_summary=False)
+        trainer = Trainer(**QUIET)
         trainer.predict(CausalLM(tiny_llama), loader, callbacks=[callback])
         models.append(AutoModelForCausalLM.from_pretrained(tmp_path / str(k)))
     weights = [model.model.layers[0].mlp.gate_proj.weight.detach() for model in models]
