@@ -47,7 +47,7 @@ runs/gguf/qwen2.5-coder-%b-instruct-q4_k_m.gguf: | .venv/installed
 	$(BIN)/hf download Qwen/Qwen2.5-Coder-$*B-Instruct-GGUF $(@F) --local-dir $(@D)
 
 # All that waits for a GPU, in .venv if it is there; PYTHON=python3 takes another Python with torch,
-# transformers, lightning, and pytest for the tests. PART="backends walk-SM" names parts of it, and
+# transformers, lightning, and pytest for the tests. PART="speed walk-SM" names parts of it, and
 # LIMIT=900 gives each that many seconds (480). Tables are written to runs/gpu.
 gpu: PYTHON = $(firstword $(wildcard $(BIN)/python) python3)
 gpu:

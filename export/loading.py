@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from transformers import PreTrainedModel
 
-from export.backends import (
-    SUBCLASSES,
-    TORCHAO_METHOD,
-    TORCHAO_VERSION,
-    restore_torchao,
-    run_on_torchao,
-)
+from export import torchao_tensors
 from mrp_ground.arguments import checked
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
@@ -129,24 +123,27 @@ def load(
             "files, or export the pruned model again."
         )
     settings = content.get("quantization_config") or {}
-    if settings.get("quant_method") != TORCHAO_METHOD:
+    if settings.get("quant_method") != torchao_tensors.METHOD:
         return _load_pretrained(directory, **options)
-    if settings.get("format_version") != TORCHAO_VERSION:
+    if settings.get("format_version") != torchao_tensors.VERSION:
         raise FormatError(
             f"{directory}: `quantization_config.format_version` is "
             f"{settings.get('format_version')!r}, but this version of mrp-lightning reads "
-            f"{TORCHAO_VERSION}. Export the pruned model again."
+            f"{torchao_tensors.VERSION}. Export the pruned model again."
         )
     device = device_named(None)
-    if reason := SUBCLASSES["torchao"].missing(device):
+    if reason := torchao_tensors.missing(device):
         raise OptionError(
             f"{directory} holds torchao's 2:4 tensors, which cannot run here: {reason}. Load the "
             "pruned model, or export it with `--format packed`, which runs everywhere."
         )
-    return run_on_torchao(_load_dense(directory, options).to(device), settings["modules"])
+    model = _load_dense(directory, options)
+    nn.Module.to(model, device)  # PreTrainedModel.to has another signature
+    torchao_tensors.sparsify(model, settings["modules"])
+    return model
 
 
-def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
+def _load_dense(directory: Path, options: dict[str, Any]) -> PreTrainedModel:
     """Load the model in a directory of torchao's tensors, restored to dense ones."""
     config = load_config(str(directory))
     # The tensors are restored to dense ones here, so that no quantizer takes part in loading.
@@ -154,7 +151,7 @@ def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
     check_files(directory, build_without_weights(config))
     state: dict[str, Tensor] = {}
     for file in sorted(directory.glob("pytorch_model*.bin")):
-        state |= {name: restore_torchao(tensor) for name, tensor in read(file).items()}
+        state |= {name: torchao_tensors.restore(tensor) for name, tensor in read(file).items()}
     model, loading = model_class(config).from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, **options
     )

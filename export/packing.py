@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from export.backends import why_not_here, why_not_storable
+from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
 from export.conversion.compressed import (
     Compressed,
@@ -27,7 +28,9 @@ from export.conversion.writing import (
     write_packed,
     write_torchao,
 )
+from export.loading import load
 from export.report import ExportReport, write_card
+from export.speed import measure
 from mrp_lightning import errors
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import counted
@@ -39,6 +42,8 @@ from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
 
 _UNPACKED = ("dense", "torchao", *LAYOUTS)
+_FASTER = ("packed", "torchao")
+"""The formats that CUDA devices multiply with packed, by `export.load`."""
 _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
@@ -221,7 +226,7 @@ def _summary(compressed: Compressed, loaded: str) -> str:
 
 def _check_options(options: PackingOptions, device: torch.device) -> None:
     """Raise, before anything is read, if options contradict each other or this machine."""
-    if options.format == "torchao" and (reason := why_not_here("torchao", device)):
+    if options.format == "torchao" and (reason := torchao_tensors.missing(device)):
         raise errors.OptionError(
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
             "write `--format packed`, which is as small and needs no GPU."
@@ -275,6 +280,20 @@ class _Export:
             is_model = bool(self.source.config)
             reason = "the model predicts no next token" if is_model else "the module is your own"
             report.notes.append(f"logits not compared: {reason}")
+        elif self.device.type == "cuda" and report.format in _FASTER and report.head is None:
+            self._measure(directory)
+
+    def _measure(self, directory: Path) -> None:
+        """Measure the speed of the export beside its source on the CUDA device."""
+        try:
+            dense, packed = self.source.load(), load(directory)
+            for model in (dense, packed):
+                nn.Module.to(model, self.device).eval()  # PreTrainedModel.to has another signature
+        except torch.OutOfMemoryError:
+            self.report.notes.append("speed not measured: the GPU cannot hold both models")
+            return
+        cases = self.track(measure(dense, packed), None, "measuring speed")
+        self.report.speed = list(cases)
 
 
 def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:
@@ -285,4 +304,4 @@ def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:
 def _why_not_torchao(layer: LayerChoice) -> str | None:
     if layer.transposed:
         return "torchao packs nn.Linear, and this is a Conv1D"
-    return why_not_storable(layer.shape, layer.dtype)
+    return torchao_tensors.why_not_storable(layer.shape, layer.dtype)

@@ -12,6 +12,7 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
+from export.speed import COLUMNS, Speed, rows
 from mrp_lightning.environment import command, versions
 from mrp_lightning.errors import counted
 from mrp_lightning.models.checkpoint import model_class
@@ -39,6 +40,7 @@ class ExportReport:
         head: The head if it has 8 bits, else `None`.
         exported_bytes: Bytes of the weight files of the export; `None` if there is no export.
         parity: The comparison with the source; `None` if there is no export.
+        speed: The times beside the source, of 2:4 exports on a CUDA device.
         notes: The steps that were left out, with reasons.
     """
 
@@ -49,6 +51,7 @@ class ExportReport:
     head: HeadChoice | None = None
     exported_bytes: int | None = None
     parity: Parity | None = None
+    speed: list[Speed] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -99,6 +102,7 @@ class ExportReport:
             and {"name": self.head.name, "table": self.head.table, **_size(self.head)},
             "totals": self.totals,
             "parity": self.parity and asdict(self.parity),
+            "speed": [asdict(speed) for speed in self.speed],
             "notes": self.notes,
             "versions": versions(),
         }
@@ -119,8 +123,10 @@ class ExportReport:
             reasons = {layer.name: layer.reason or "" for layer in self.dense}
             console.print(_table("Dense layers", ("layer", "why"), alike(reasons)))
         if self.parity is not None:
-            rows = _parity_rows(self.parity)
-            console.print(_table("Parity with the source", ("comparison", "result"), rows))
+            results = _parity_rows(self.parity)
+            console.print(_table("Parity with the source", ("comparison", "result"), results))
+        if self.speed:
+            console.print(_table("Speed as CUDA graphs", COLUMNS, rows(self.speed)))
         for note in self.notes:
             console.print(note)
 
@@ -134,11 +140,11 @@ def _size(choice: LayerChoice | HeadChoice) -> dict[str, Any]:
     }
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+def _table(title: str, columns: Iterable[str], lines: Iterable[Iterable[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in rows:
+    for row in lines:
         table.add_row(*row)
     return table
 
@@ -152,11 +158,11 @@ def _sizes(report: ExportReport) -> Table:
         sizes["head of 8 bits"] = (report.head.dense_bytes, report.head.packed_bytes)
     if report.exported_bytes is not None and report.format != "dense":
         sizes["weight files"] = (report.source_bytes, report.exported_bytes)
-    rows = [
+    lines = [
         (item, f"{dense / 2**20:,.2f} MiB", f"{packed / 2**20:,.2f} MiB", f"{packed / dense:.4f}")
         for item, (dense, packed) in sizes.items()
     ]
-    table = _table("Size", ("", "with zeros", "packed", "ratio"), rows)
+    table = _table("Size", ("", "with zeros", "packed", "ratio"), lines)
     for column in table.columns[1:]:
         column.justify = "right"
     if totals["negative_zeros"]:

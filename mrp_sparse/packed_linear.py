@@ -20,6 +20,7 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import SPARSE24
+from mrp_sparse.kernels import cusparselt
 
 Dense = TypeVar("Dense", bound=nn.Module)
 
@@ -278,9 +279,10 @@ class Sparse24Linear(PackedLinear):
         weight_meta: Columns of the values, uint8 (out_features, in_features / 8).
         bias: Added to each output, (out_features,), or `None`.
         compressed: W in cuSPARSELt's layout, the fastest for prefill on a CUDA device, or `None`.
-            It depends on library and device and is not in the state dict. It becomes `None` after
-            `load_state_dict`, after a move to another device or dtype, and when `weight` or
-            `weight_meta` is assigned. After one of these is changed in place, set it to `None`.
+            `compress` builds it; it takes another 0.5625 of the dense bytes, depends on library and
+            device and is not in the state dict. It becomes `None` after `load_state_dict`, after a
+            move to another device or dtype, and when `weight` or `weight_meta` is assigned. After
+            one of these is changed in place, set it to `None`.
 
     Raises:
         PatternError: `in_features` is no positive multiple of 8.
@@ -302,8 +304,15 @@ class Sparse24Linear(PackedLinear):
         )
 
     def derive(self) -> None:
-        """Drop the layout of cuSPARSELt: only a back-end builds it."""
+        """Drop the layout of cuSPARSELt, which `compress` builds."""
         self.compressed = None
+
+    def compress(self) -> str | None:
+        """Build `compressed` if cuSPARSELt runs here, else return the reason."""
+        shape, device = (self.out_features, self.in_features), self.weight.device
+        reason = cusparselt.missing(device) or cusparselt.refuse(*shape, self.dtype)
+        self.compressed = None if reason else cusparselt.compress(self.dense_weight())
+        return reason
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `_apply` also runs for moves that change nothing, which must not drop the layout.

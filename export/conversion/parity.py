@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
 
-from export.backends import restore_torchao
+from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import (
@@ -175,7 +175,7 @@ def _compare_tensor(
 ) -> list[str]:
     if name not in stored:
         return [f"{name}: missing"]
-    exported = restore_torchao(stored[name])
+    exported = torchao_tensors.restore(stored[name])
     if layer is not None:
         # Packed formats do not store zeros, so −0 comes back as +0. That is the only change of bits
         # that packing is allowed to make.

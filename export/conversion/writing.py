@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from export.backends import TORCHAO_METHOD, TORCHAO_VERSION, store_torchao
+from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.selection import LayerChoice
 from mrp_lightning.errors import OptionError
@@ -155,10 +155,10 @@ def write_torchao(
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         weight = positive_zeros(tensor.to(device))[0]
-        return {layer.tensor: store_torchao(weight)}
+        return {layer.tensor: torchao_tensors.store(weight)}
 
     names = [layer.name for layer in layers]
-    settings = _settings(TORCHAO_METHOD, TORCHAO_VERSION, names)
+    settings = _settings(torchao_tensors.METHOD, torchao_tensors.VERSION, names)
     yield from write_converted(source, directory, layers, convert, settings, in_pickles=True)
 
 

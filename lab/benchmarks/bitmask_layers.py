@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from shapes import copies, why_wrong
 from torch import Tensor
 
-from export.comparison import bandwidth
-from export.timing import copies, graphed, take_turns, why_wrong
+from export.speed import graphed, microseconds, take_turns
 from mrp_ground.environment import machine
 from mrp_sparse.formats import bitmask, bitmask4
 from mrp_sparse.kernels import triton_bitmask
@@ -142,6 +142,14 @@ def _candidates(tokens: int, columns: int) -> Iterator[tuple[str, Callable[..., 
             f"unpacked by {sizes}",
             lambda x, *w, sizes=sizes: F.linear(x, triton_bitmask.unpack(*w, columns, sizes)),
         )
+
+
+def bandwidth(device: torch.device) -> float:
+    """Return the bytes a second of a large copy on a device, reads and writes together."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    once = {"copy": lambda: microseconds(lambda: target.copy_(source))}
+    return 2 * source.nbytes / (take_turns(once, 10)["copy"].median * 1e-6)
 
 
 def size(text: str) -> tuple[int, int]:

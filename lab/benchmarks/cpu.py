@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from export import BitmaskLinear, Sparse24Linear
-from export.comparison import Decoder
+from export.speed import Decoder
 from mrp_ground.environment import machine
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.kernels import compiled

@@ -1,7 +1,7 @@
 """All measurements that wait for a GPU, in parts: `make gpu`.
 
     python lab/benchmarks/gpu.py                         # all parts, the most important first
-    python lab/benchmarks/gpu.py backends walk-SM        # some of them
+    python lab/benchmarks/gpu.py speed walk-SM           # some of them
     python lab/benchmarks/gpu.py solver --limit 1200 --sparsegpt DIR
 
 A part takes at most `--limit` seconds. Options that are unknown here go to the commands of the one
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +31,6 @@ OUT = Path("runs/gpu")
 LIMIT = 480.0
 """Seconds that a part may take, by default."""
 SHAPES = ("llama3-8b", "llama2-7b", "opt-6.7b")
-BACKENDS = ("torch", "torchao", "torchao-fp8")
 WALKS = {"SM": ["SM"], "SS": ["SS"], "JM": ["JM"], "bits": ["JM", "--bits", "4"]}
 """Methods of whole runs, each a part of its own, so that a slow one cuts off no other."""
 
@@ -50,50 +49,14 @@ def tests() -> list[Command]:
     return [[*pytest, "-m", "gpu", *marked], [*pytest, "-m", "not gpu", *everywhere]]
 
 
-_SPEED = """\
-import sys, torch
-sys.path.insert(0, "lab/benchmarks")
-from export.backends import why_not_here
-from shapes import SpeedOptions, measure_shapes
-device, options = torch.device("cuda"), SpeedOptions(**{options})
-if options.backend != "auto" and (reason := why_not_here(options.backend, device)):
-    print("Skipped:", reason)
-else:
-    measure_shapes([{shape!r}], options, out={out!r})
-"""
+def speed(part: str, *options: str, shapes: Sequence[str] = SHAPES) -> list[Command]:
+    """Return the commands that time packed models of some shapes against dense ones."""
+    command = ["lab/benchmarks/shapes.py", "--out", f"{OUT}/{part}", *options, "--shape"]
+    return [[*command, shape] for shape in shapes]
 
 
-def speed(shape: str, directory: str, **options: object) -> Command:
-    """Return the command that times packed layers and models of a shape against dense ones.
-
-    It is `shapes.py`, without the package that reads command lines. A back-end
-    that this device lacks is skipped, with the reason.
-    """
-    return ["-c", _SPEED.format(shape=shape, options=options, out=f"{OUT}/{directory}")]
-
-
-def phase(target: str, tokens: list[int], **options: int) -> list[Command]:
-    """Return the commands of one phase by our kernels and cuSPARSELt: layers, and whole models."""
-    return [speed(shape, target, target=target, layer_tokens=tokens, **options) for shape in SHAPES]
-
-
-def backends() -> list[Command]:
-    """Return the commands of whole models on the tensors of torch and torchao, in both phases."""
-    options: dict[str, object] = {"target": "both", "layer_tokens": [], "compile_mode": None}
-    return [
-        speed(shape, "backends", backend=backend, **options)
-        for shape in SHAPES[:2]
-        for backend in BACKENDS
-    ]
-
-
-def compiled() -> list[Command]:
-    """Return the commands of whole models that `torch.compile` compiles, which takes minutes."""
-    options: dict[str, object] = {"target": "decode", "layer_tokens": [], "prompt_tokens": 128}
-    return [
-        speed("llama2-7b", "compiled", backend=backend, **options)
-        for backend in ("auto", "torchao")
-    ]
+_BATCHES = ("--batch-sizes", "1", "8", "32")
+_LAYERS = ("--layer-tokens", "1", "16", "2048")
 
 
 def solver() -> list[Command]:
@@ -112,12 +75,11 @@ def walk(methods: list[str]) -> list[Command]:
 
 PARTS: dict[str, Callable[[], list[Command]]] = {
     "tests": tests,
-    "backends": backends,
-    "decode": partial(phase, "decode", [1, 4, 16], prompt_tokens=128),
-    "compiled": compiled,
+    "speed": partial(speed, "speed", *_BATCHES, *_LAYERS),
+    "torchao": partial(speed, "torchao", "--format", "torchao", shapes=SHAPES[:2]),
+    "compiled": partial(speed, "compiled", "--compile", shapes=SHAPES[1:2]),
     "solver": solver,
     **{f"walk-{name}": partial(walk, methods) for name, methods in WALKS.items()},
-    "prefill": partial(phase, "prefill", [256, 2048, 8192]),
 }
 """The commands of each part, the most important part first."""
 
@@ -185,12 +147,10 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: expected {', '.join(PARTS)}")
     if more and len(parts) != 1:
         parser.error(f"options of commands need the name of one part: {' '.join(more)}")
-    if more and PARTS[parts[0]]()[-1][0] == "-c":
-        parser.error(f"`{parts[0]}` takes no options: {' '.join(more)}")
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here, and all of this needs one.")
     if "tests" in parts and not find_spec("pytest"):
-        raise SystemExit("The part `tests` needs pytest; name another one: PART=decode.")
+        raise SystemExit("The part `tests` needs pytest; name another one: PART=speed.")
     os.chdir(ROOT)
     results = {part: run(part, more, options.limit) for part in parts}
     if failed := [part for part, well in results.items() if not well]:

@@ -34,7 +34,6 @@ _COMMANDS = {
     "export": ("export.to_sparse", "pack a pruned checkpoint, and prove it equal"),
     "gguf": ("export.to_gguf", "write a pruned checkpoint as a GGUF file, for llama.cpp"),
     "generate": ("export.generate", "let a packed or dense model write, and report its speed"),
-    "benchmark": ("export.benchmark", "time a packed model and its dense form on a CUDA device"),
 }
 """The module whose `main` is a command, imported when the command is run, and its help text."""
 

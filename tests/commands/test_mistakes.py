@@ -344,7 +344,6 @@ def test_a_folder_without_python_in_it_hides_nothing(tmp_path, monkeypatch):
         ("export", "--allow-partial"),
         ("gguf", "--like"),
         ("generate", "--prompt"),
-        ("benchmark", "--backend"),
     ],
 )
 def test_the_commands_of_export_are_commands(command, option, capsys):

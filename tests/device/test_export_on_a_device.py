@@ -9,13 +9,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from export import continuation, generate
-from export.comparison import Decoder, dense_copy, prefill
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
 from export.loading import expand_bitmasks, load
 from export.packing import PackingOptions, convert
+from export.speed import Decoder, prefill
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse import decoding
 from mrp_sparse.eight_bit_head import EightBitLinear
@@ -52,8 +52,7 @@ def test_packed_and_dense_models_are_timed_where_they_are(second, kind):
     model = random_model(kind, torch.float32, second)
     assert {tensor.device for tensor in model.state_dict().values()} == {second}
     model.set_attn_implementation("eager")
-    sparse = packed_copy(model, prunable(model))
-    dense = dense_copy(sparse)
+    sparse, dense = packed_copy(model, prunable(model)), model
     prompt = torch.randint(2048, (2, 9)).to(second)[:1]
     here = [copy.deepcopy(m).to("cpu") for m in (sparse, dense)]
     for there, twin in zip((sparse, dense), here, strict=True):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from families import batches, build
 from second_device import NAME, assert_same, trainer_on
+from shapes import random_24
 from torch import nn
 from torch.utils.data import DataLoader
 
 from callbacks import PruningCallback
-from export.timing import random_24
 from mrp_lightning import CausalLM, prune_weight
 from mrp_lightning.data.sampling import Sampling, write
 from mrp_lightning.pruning import balance as balance_module

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorC
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from export.backends import SUBCLASSES
+from export import torchao_tensors
 from export.to_sparse import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.records.report import LayerReport, PruningReport
@@ -197,8 +196,6 @@ def torch_subclass_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "_validate_device_dim_dtype_shape",
         classmethod(lambda cls, tensor: None),
     )
-    for name in ("torch", "torchao"):
-        available = dataclasses.replace(SUBCLASSES[name], missing=lambda device: None)
-        monkeypatch.setitem(SUBCLASSES, name, available)
+    monkeypatch.setattr(torchao_tensors, "missing", lambda device: None)
     yield
     library._destroy()

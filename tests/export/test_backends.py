@@ -1,19 +1,16 @@
-"""The choice of a kernel, the measured times, and what each back-end refuses."""
+"""The choice of a kernel, the measured times, and what each kernel refuses."""
 
-import contextlib
-import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from shapes import random_24, why_wrong
 from torch import nn
 
-from export import timing
-from export.backends import BACKENDS, SUBCLASSES, apply, not_faster
-from export.timing import random_24
-from mrp_lightning.errors import FormatError, OptionError
-from mrp_sparse.formats.sparse24 import broken_groups, pack, unpack
+from export.speed import captured
+from mrp_lightning.errors import FormatError
+from mrp_sparse.formats.sparse24 import pack
 from mrp_sparse.kernels import candidates, cusparselt, dispatch
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight, compress
 from mrp_sparse.kernels.dispatch import (
@@ -208,12 +205,6 @@ def test_the_kernel_that_was_chosen_computes_the_layer(table):
         multiply(x.double(), *pack(weight), bias)
 
 
-def test_random_weights_are_2_of_4():
-    weight = random_24(16, 64, torch.bfloat16, CPU)
-    assert broken_groups(weight) == 0
-    assert int((weight != 0).sum()) == weight.numel() // 2
-
-
 def test_cusparselt_says_what_it_refuses():
     assert "runs on CUDA devices, not on 'cpu'" in cusparselt.missing(CPU)
     assert cusparselt.refuse(32, 64, torch.bfloat16) is None
@@ -260,226 +251,6 @@ def sparse_model(dtype=torch.bfloat16, shape=(32, 64)):
     return nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_back_end_says_why_it_cannot_run_on_a_cpu_and_changes_nothing(backend):
-    model = sparse_model()
-    missing = "CUDA|torchao is not installed"
-    with pytest.raises(OptionError, match=rf"--backend {backend}` cannot run here: .*({missing})"):
-        apply(model, backend)
-    assert all(isinstance(layer, Sparse24Linear) for layer in model)
-
-
-def test_unknown_back_ends_and_targets_are_refused():
-    with pytest.raises(OptionError, match="none of auto, triton, torch, torchao, torchao-fp8"):
-        apply(sparse_model(), "cutlass")
-    with pytest.raises(OptionError, match="none of decode, prefill, both"):
-        apply(sparse_model(), "auto", "training")
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "shape", "reason"),
-    [
-        ("torch", torch.bfloat16, (32, 64), None),
-        ("torch", torch.float32, (32, 64), "float16 and bfloat16, not float32"),
-        ("torch", torch.bfloat16, (24, 64), "24×64 is not a multiple of 16×16"),
-        ("torchao", torch.float16, (32, 40), "32×40 is not a multiple of 16×16"),
-        ("torchao-fp8", torch.bfloat16, (32, 64), None),
-        ("torchao-fp8", torch.float16, (32, 64), "from bfloat16, not float16"),
-        ("torchao-fp8", torch.bfloat16, (32, 48), "32×48"),
-    ],
-)
-def test_back_ends_refuse_layers_with_a_reason(backend, dtype, shape, reason):
-    refused = SUBCLASSES[backend].refuse(nn.Linear(shape[1], shape[0], dtype=dtype))
-    assert refused is None if reason is None else reason in refused
-
-
-def test_a_refused_layer_becomes_dense_and_is_listed(all_kernels_usable, monkeypatch):
-    from export import backends as apply_module
-
-    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
-    model = sparse_model(torch.float32)
-    x = torch.randn(3, 64)
-    before = model[0](x)
-    dense = apply(model, "triton")
-    assert set(dense) == {"0", "1"}
-    assert "not float32" in dense["0"]
-    assert type(model[0]) is nn.Linear
-    torch.testing.assert_close(model[0](x), before)
-
-
-def test_a_layer_that_is_nowhere_faster_stays_dense(all_kernels_usable, monkeypatch, table):
-    from export import backends as apply_module
-
-    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
-    table(*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("triton-gemm", 2.0))
-    model = sparse_model()
-    reason = "not faster on this device: 0.50× at 1 tokens, 0.50× at 8 tokens"
-    assert apply(model, "auto", "decode") == {"0": reason, "1": reason}
-
-
-def at_few_tokens(kernel, microseconds):
-    return [row(kernel, microseconds, tokens, shape=(32, 64)) for tokens in (1, 8)]
-
-
-@pytest.mark.parametrize(
-    ("target", "compressed", "rows"),
-    [
-        ("decode", False, [row("triton-gemv", 0.5, 1, shape=(32, 64))]),
-        ("decode", True, at_few_tokens("cusparselt", 0.5)),
-        ("both", False, []),  # prefill was not measured
-    ],
-)
-def test_a_layer_that_may_be_faster_stays_sparse(all_kernels_usable, target, compressed, rows):
-    layer = sparse_model()[0]
-    layer.compressed = torch.zeros(1) if compressed else None
-    slow = [*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("triton-gemm", 2.0)]
-    assert not_faster(layer, KernelTimes({}, (*slow, *rows)), target) is None
-
-
-def test_kernels_that_cannot_run_a_layer_do_not_keep_it_sparse(all_kernels_usable):
-    layer = sparse_model()[0]
-    rows = [*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("cusparselt", 0.5)]
-    expected = "not faster on this device: no kernel ran at 1 tokens, no kernel ran at 8 tokens"
-    assert not_faster(layer, KernelTimes({}, tuple(rows)), "decode") == expected  # not compressed
-    rows += at_few_tokens("triton-gemm", 4.0)
-    rows += [row("triton-gemv", 0.1, 8, shape=(32, 64))]  # which takes one token, not 8
-    expected = "not faster on this device: 0.25× at 1 tokens, 0.25× at 8 tokens"
-    assert not_faster(layer, KernelTimes({}, tuple(rows)), "decode") == expected
-
-
-@pytest.mark.parametrize("target", ["decode", "prefill", "both"])
-def test_layers_are_compressed_for_prefill_alone(all_kernels_usable, monkeypatch, table, target):
-    from export import backends as apply_module
-
-    table()
-    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
-    monkeypatch.setattr(cusparselt, "compress", lambda weight: weight.clone())
-    model = sparse_model()
-    dense = model[0].dense_weight()
-    assert apply(model, "auto", target) == {}
-    if target == "decode":
-        assert model[0].compressed is None
-    else:
-        assert torch.equal(model[0].compressed, dense)
-
-
-@pytest.fixture
-def without_a_clock(monkeypatch):
-    """Kernels run once where they would be captured and timed: the contest itself is tested."""
-    durations = itertools.count(1.0)
-
-    def graphed(calls):
-        for run in calls:
-            run()
-        microseconds = next(durations)
-        return lambda: microseconds
-
-    monkeypatch.setattr(timing, "graphed", graphed)
-    monkeypatch.setattr(timing, "copies", lambda size: 2)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-
-
-def contest(tokens=(1, 8, 16)):
-    found = list(timing.measure(64, 32, torch.bfloat16, CPU, tokens, repeats=2))
-    return [m for measured, _ in found for m in measured], [
-        f for _, failed in found for f in failed
-    ]
-
-
-def kernel(run, refuse=lambda call: None, configs=({},)):
-    return candidates.Kernel(run, refuse, configs)
-
-
-def dense_product(x, weight, bias, **config):
-    return nn.functional.linear(x, unpack(weight.values, weight.meta), bias)
-
-
-def test_kernels_that_are_refused_that_fail_or_that_are_wrong_lose_nothing_else(
-    without_a_clock, monkeypatch
-):
-    def broken(x, weight, bias, **config):
-        raise RuntimeError("CUDA error: no kernel image\nand more")
-
-    def inexact(x, weight, bias, **config):
-        return 1.1 * dense_product(x, weight, bias)
-
-    kernels = {
-        "refused": kernel(dense_product, lambda call: "too small"),
-        "broken": kernel(broken, configs=({"rows": 1}, {"rows": 2})),
-        "wrong": kernel(inexact),
-        "misshapen": kernel(lambda x, *_: x),
-        "good": kernel(dense_product),
-    }
-    monkeypatch.setattr(timing, "KERNELS", kernels)
-    measured, failures = contest(tokens=(1, 8))
-    assert [(m.kernel, m.tokens) for m in measured] == [
-        (STORED_DENSE, 1),
-        ("good", 1),
-        (STORED_DENSE, 8),
-        ("good", 8),
-    ]
-    reasons = {f.kernel: f.reason for f in failures if f.tokens == 8}
-    assert reasons.keys() == {"refused", "broken", "wrong", "misshapen"}
-    assert reasons["refused"] == "too small"
-    assert reasons["broken"].endswith("RuntimeError: CUDA error: no kernel image")
-    assert "2 configurations failed" in reasons["broken"]
-    assert "wrong result: its relative error is 1.0e-01" in reasons["wrong"]
-    assert "wrong result: its shape is (8, 32), not (8, 64)" in reasons["misshapen"]
-
-
-def test_a_search_for_a_configuration_holds_for_similar_numbers_of_tokens(
-    without_a_clock, monkeypatch
-):
-    tried = []
-
-    def run(x, weight, bias, rows):
-        tried.append((x.shape[0], rows))
-        return dense_product(x, weight, bias)
-
-    configs = ({"rows": 8}, {"rows": 4})
-    monkeypatch.setattr(timing, "KERNELS", {"mine": kernel(run, configs=configs)})
-    measured, _ = contest(tokens=(1, 16, 64))
-    assert {rows for tokens, rows in tried if tokens == 1} == {8, 4}
-    assert {rows for tokens, rows in tried if tokens == 16} == {8}
-    assert {rows for tokens, rows in tried if tokens == 64} == {8, 4}
-    assert all(m.config == {"rows": 8} for m in measured if m.kernel == "mine")
-
-
-def test_running_out_of_memory_ends_one_number_of_tokens(without_a_clock, monkeypatch):
-    graphed = timing.graphed
-
-    def limited(calls):
-        if calls[0].args[0].shape[0] == 8:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return graphed(calls)
-
-    monkeypatch.setattr(timing, "graphed", limited)
-    monkeypatch.setattr(timing, "KERNELS", {"good": kernel(dense_product)})
-    measured, failures = contest(tokens=(1, 8, 16))
-    assert {m.tokens for m in measured} == {1, 16}
-    assert [(f.tokens, f.kernel, f.reason) for f in failures] == [
-        (8, STORED_DENSE, "OutOfMemoryError: CUDA out of memory")
-    ]
-
-
-def test_a_configuration_that_a_card_has_no_memory_for_is_skipped(
-    without_a_clock, monkeypatch, caplog
-):
-    errors = pytest.importorskip("triton.runtime.errors")
-
-    def large(x, weight, bias, *, columns):
-        if columns > 128:
-            raise errors.OutOfResources(102400, 101376, "shared memory")
-        return dense_product(x, weight, bias)
-
-    configs = ({"columns": 256}, {"columns": 128})
-    monkeypatch.setattr(timing, "KERNELS", {"large": kernel(large, configs=configs)})
-    measured, failures = contest(tokens=(8,))
-    assert failures == []
-    assert [m.config for m in measured if m.kernel == "large"] == [{"columns": 128}]
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100])
@@ -512,23 +283,21 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
     compressed = compress(values, meta)
     x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device="cuda")
     y = torch.ops.mrp_lightning.linear24(x, values, meta, None, compressed)
-    assert timing.why_wrong(y, x, weight) is None
+    assert why_wrong(y, x, weight) is None
     # An input whose rows are not one after the other.
     wide = torch.randn(tokens, 2 * shape[1], dtype=torch.bfloat16, device="cuda")
     part = wide[:, : shape[1]]
     y = torch.ops.mrp_lightning.linear24(part, values, meta, None, compressed)
-    assert timing.why_wrong(y, part, weight) is None
+    assert why_wrong(y, part, weight) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_the_operator_is_captured_and_compiled(tokens, mode):
-    from export.timing import captured
-
     model = sparse_model(shape=(256, 256)).cuda()
     for layer in model:
-        layer.compressed = compress(layer.weight, layer.weight_meta)
+        layer.compress()
     x = torch.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         expected = model(x)
@@ -540,19 +309,3 @@ def test_the_operator_is_captured_and_compiled(tokens, mode):
         compiled = torch.compile(model, mode=mode, fullgraph=True)
         for _ in range(3):
             torch.testing.assert_close(compiled(x), expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_back_ends_compute_the_layer(backend):
-    model = sparse_model(shape=(64, 64)).cuda()
-    x = torch.randn(16, 64, dtype=torch.bfloat16, device="cuda")
-    with torch.no_grad():
-        expected = model(x)
-        try:
-            dense = apply(model, backend)
-        except OptionError as error:
-            pytest.skip(str(error))
-        assert not dense
-        error = (model(x) - expected).norm() / expected.norm()
-    assert error < (0.1 if backend == "torchao-fp8" else 0.01)

@@ -12,9 +12,9 @@ from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorC
 from transformers import AutoModelForCausalLM
 
 import export
-from export.backends import restore_torchao, why_not_storable
 from export.conversion.checkpoint import open_checkpoint
 from export.to_sparse import main
+from export.torchao_tensors import restore, why_not_storable
 from mrp_lightning.errors import FormatError, OptionError
 
 from .conftest import refusal
@@ -53,7 +53,7 @@ def test_it_is_written_and_loaded(torchao, max_shard_size, pruned, ids, tmp_path
     sparse = [n for n, t in stored.items() if isinstance(t, SparseSemiStructuredTensorCUTLASS)]
     assert len(sparse) == 14
     for name, tensor in stored.items():
-        found, expected = restore_torchao(tensor), dense.pop(name)
+        found, expected = restore(tensor), dense.pop(name)
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), name
     assert not dense
     model = export.load(tmp_path / "out")
@@ -93,7 +93,7 @@ def test_the_file_holds_tensors_only(torchao, pruned, tmp_path):
     file = tmp_path / "out" / "pytorch_model.bin"
     code = (  # in a process that has made no such tensor before
         "import torch; from export.loading import read;"
-        "from export.backends import restore_torchao as restore;"
+        "from export.torchao_tensors import restore;"
         f"tensors = read({str(file)!r});"
         "print(sum(int((restore(t) == 0).sum()) for n, t in tensors.items() if 'proj' in n))"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from shapes import random_24
 
 pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch for CUDA bring it")
 
-from export.timing import random_24
 from mrp_sparse.formats.sparse24 import pack
 from mrp_sparse.kernels import triton_kernels
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight

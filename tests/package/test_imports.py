@@ -43,13 +43,11 @@ ORDER = {
     "mrp_ground": ("errors", "arguments", "json_files", "environment", "upstream", "import_hook"),
     "mrp_sparse": ("formats", "kernels", "vllm"),
     "export": (
-        "speed_options",
-        "backends",
+        "torchao_tensors",
         "loading",
         "conversion",
+        "speed",
         "gguf",
-        "timing",
-        "comparison",
     ),
     "callbacks": (),
 }
@@ -134,8 +132,8 @@ def test_every_folder_has_its_place(package):
         ("mrp_ground/arguments.py", "import mrp_ground.errors", True),
         ("mrp_ground/errors.py", "import mrp_ground.arguments", False),
         ("mrp_ground/arguments.py", "import mrp_sparse", False),
-        ("export/backends.py", "from export.timing import measure", False),
-        ("export/timing.py", "from export.backends import apply", True),
+        ("export/loading.py", "from export.speed import measure", False),
+        ("export/speed.py", "from export.loading import load", True),
     ],
 )
 def test_a_wrong_import_would_be_found(file, line, is_allowed, tmp_path):
