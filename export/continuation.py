@@ -1,28 +1,76 @@
 """Write the continuation of a prompt by one model or two, and measure their speed."""
 
+import logging
 import os
+import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
+from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from export.loading import expand_bitmasks, load
+from export.loading import expand_bitmasks, load, storage_bytes
 from mrp_ground.environment import machine
 from mrp_lightning.devices import device_named
-from mrp_lightning.errors import DataError, OptionError, first_line
+from mrp_lightning.errors import DataError, OptionError, counted, first_line
 from mrp_lightning.models.checkpoint import build_without_weights, longest_sequence
 from mrp_lightning.models.loading import load_config, load_tokenizer
-from mrp_sparse.compiled_step import round_activations
-from mrp_sparse.decoding import Speed, TimedStreamer, compile_step, step_to_compile, write
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 from mrp_sparse.packed_linear import Bitmask4Linear
 
+log = logging.getLogger(__name__)
+
 _FEW = 2
 """Number of tokens up to which packed rows are decoded and multiplied in one kernel."""
+_WARM_UP_TOKENS = 6
+"""Tokens of a warm-up: a compiled step runs once to warm up and once to be captured; the prompt is
+another graph."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a generation.
+
+    Attributes:
+        tokens: Number of new tokens.
+        first: Seconds until the first new token.
+        rate: Tokens a second after the first; 0 for a single token.
+        num_bytes: Bytes of the parameters and buffers in memory.
+    """
+
+    tokens: int
+    first: float
+    rate: float
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"[{counted(self.tokens, 'token')}: the first after {self.first:.2f} s, then "
+            f"{self.rate:.1f} a second; {self.num_bytes / 2**20:,.0f} MiB of weights]"
+        )
+
+
+class TimedStreamer(TextStreamer):
+    """Streamer that prints the prompt and each token as text, and records their times.
+
+    Attributes:
+        times: `time.perf_counter()` as the prompt came, then as each token came.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt, then the tokens one by one."""
+        self.times.append(time.perf_counter())
+        super().put(value)
 
 
 def generate(options: Namespace) -> None:
@@ -48,7 +96,6 @@ def generate(options: Namespace) -> None:
                 options.max_new_tokens,
                 device,
                 compiled=not options.eager,
-                text_first=not options.compare,
                 eight_bits=options.activations == 8,
                 eight_bit_head=options.head_bits == 8,
             )
@@ -121,13 +168,10 @@ def _generate(
     device: torch.device,
     *,
     compiled: bool,
-    text_first: bool,
     eight_bits: bool,
     eight_bit_head: bool,
 ) -> Speed:
     """Print a model's continuation of a text and its speed, and return the speed.
-
-    With `text_first`, a step that is not compiled yet is compiled after the text, for later starts.
 
     Raises:
         OptionError: The model's head cannot be rounded to 8 bits; see `Head.of`.
@@ -165,18 +209,87 @@ def _generate(
         _change(model, first, "a head of 8 bits", round_head)
     if eight_bits:
         if any(isinstance(module, Bitmask4Linear) for module in model.modules()):
-            _change(model, first, "activations of 8 bits", round_activations)
+            _change(model, first, "activations of 8 bits", _round_activations)
         else:
             print("[activations of 8 bits: no layer has four bits, and none is rounded]")
-    missing = None
-    if compiled and text_first:
-        missing = step_to_compile(model, length + max_new_tokens)
-    speed = write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, not missing and compiled)
+    speed = write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, compiled)
     print(f"{speed}\n", flush=True)
-    if missing is not None:
-        print("[Python took each step. Now the step is compiled for the next start, or Ctrl-C.]")
-        compile_step(missing)
     return speed
+
+
+def write(
+    model: Any,
+    tokens: Mapping[str, Tensor],
+    streamer: TimedStreamer,
+    max_new_tokens: int,
+    compiled: bool,
+) -> Speed:
+    """Continue a text greedily by transformers' `generate`, and measure the speed.
+
+    Args:
+        model: A language model of transformers, dense or packed, in evaluation.
+        tokens: `input_ids` and `attention_mask` of the beginning of the text, each (1, tokens).
+        streamer: Prints the tokens as they come; a new one, without `times`.
+        max_new_tokens: Number of new tokens at most, ≥ 1; an end token ends the text earlier.
+        compiled: Whether the cache is static on a GPU, for which transformers compiles the step.
+            If it cannot, a warning gives the reason, and Python takes each step.
+
+    Returns:
+        The speed, after a warm-up.
+    """
+    options: dict[str, Any] = {**tokens, "max_new_tokens": max_new_tokens, "do_sample": False}
+    static = {**options, "cache_implementation": "static"}
+    if compiled and _is_on_gpu(model) and _is_compiled(model, static):
+        model.generate(**static, streamer=streamer)
+    else:
+        with torch.inference_mode():  # else each operator of ours goes through Python's autograd
+            _warm_up(model, options)
+            model.generate(**options, streamer=streamer)
+    # The prompt is streamed before the model reads it, so that its time is the start. The rate
+    # leaves the first token out, whose time is mostly that of reading the prompt.
+    begin, *times = streamer.times
+    spent = times[-1] - times[0]
+    return Speed(
+        tokens=len(times),
+        first=times[0] - begin,
+        rate=(len(times) - 1) / spent if spent else 0.0,
+        num_bytes=storage_bytes(model),
+    )
+
+
+def _is_on_gpu(model: Any) -> bool:
+    return bool(model.device.type == "cuda")
+
+
+def _is_compiled(model: Any, options: Mapping[str, Any]) -> bool:
+    """Warm up with a static cache; return False, with a warning, if that fails."""
+    try:
+        _warm_up(model, options)
+    except Exception as error:  # transformers', dynamo's, and the compilers' are of many kinds
+        log.debug("The step was not compiled.", exc_info=True)
+        log.warning(
+            "Python takes each step of decoding, which is slower: the step could not be compiled "
+            "(%s).",
+            first_line(error),
+        )
+        return False
+    return True
+
+
+def _warm_up(model: Any, options: Mapping[str, Any]) -> None:
+    """Generate a few tokens, in a cache as long as for all of them."""
+    most = options["input_ids"].shape[1] + _WARM_UP_TOKENS
+    # A criterion stops, not a smaller `max_new_tokens`: that would shorten the cache, and a cache
+    # of another length needs another graph.
+    stop = [lambda ids, _: torch.full((len(ids),), ids.shape[1] >= most, device=ids.device)]
+    model.generate(**options, stopping_criteria=stop)
+
+
+def _round_activations(model: torch.nn.Module) -> None:
+    """Set `eight_bit_activations` of all layers of four bits, in place."""
+    for module in model.modules():
+        if isinstance(module, Bitmask4Linear):
+            module.eight_bit_activations = True
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Loading checks that all weights exist.
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,24 @@ def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
     if problems:
         raise FormatError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
     return expand_bitmasks(model)
+
+
+def storage_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers in memory, each storage once.
+
+    A 2:4 tensor subclass gives the `nbytes` of its dense matrix; its parts are counted instead.
+    """
+    storages: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    flatten: Callable[[], tuple[list[str], Any]] | None
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]

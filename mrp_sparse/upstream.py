@@ -1,9 +1,6 @@
 """Private names of torch and transformers, and the public ones that would replace them."""
 
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,25 +56,6 @@ def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tup
     if binding is not None and "mm_search" in dir(binding):
         return tuple(map(int, binding.mm_search(compressed, x, bias, None, None, True)[:3]))
     return (int(torch._cslt_sparse_mm_search(compressed, x, bias=bias, transpose_result=True)),)
-
-
-@contextmanager
-def grouped_attention() -> Iterator[None]:
-    """Trace attention with the grouped heads of keys and values, instead of repeating them.
-
-    Seen in transformers 5.23, which repeats them for all heads of queries in a graph with a mask;
-    torch's product for CPUs does not need that. Replacement: an argument of the attention.
-    """
-    name = "TRANSFORMERS_SDPA_FORCE_GQA"
-    value = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
 
 
 def was_loaded(tensor: Tensor) -> bool:

@@ -86,7 +86,7 @@ packed_directory = RUN.with_name(f"{RUN.name}-bitmask4")
 # %% [markdown]
 # ## Generate text with it
 #
-# `mrp-lightning generate` does this with a compiled step of decoding; here is the plain loop of transformers.
+# `mrp-lightning generate` does this on the command line.
 
 # %%
 tokenizer = model.tokenizer

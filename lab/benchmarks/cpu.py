@@ -29,9 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from export import BitmaskLinear, Sparse24Linear
+from export.loading import storage_bytes
 from export.speed import Decoder
 from mrp_ground.environment import machine
-from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.kernels import compiled
 from mrp_sparse.packed_linear import PackedLinear
 

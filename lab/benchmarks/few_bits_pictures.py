@@ -1,4 +1,4 @@
-"""Perplexity over bits a weight, and over the time of a token: our curves and theirs."""
+"""Perplexity over bits a weight: our curves and theirs."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -50,29 +50,18 @@ def name_of(cost: Cost) -> str:
     return name if line_of(cost).startswith("ours, bits") else name.removesuffix(" 4 bits")
 
 
-def drawings(costs: Sequence[Cost], times: Mapping[str, float]) -> dict[str, Picture]:
-    """Return the pictures by the end of their file's name; `times` are milliseconds, by weights."""
+def bits_picture(costs: Sequence[Cost]) -> Picture:
+    """Return the picture of perplexity over bits a weight."""
     (dense,) = [cost.perplexity for cost in costs if cost.weights == DENSE]
-    shown = [cost for cost in costs if not cost.weights.startswith(DENSE)]
-    shown = [cost for cost in shown if cost.perplexity < MOST * dense]
-    bits = {cost.weights: cost.bits for cost in shown}
-    lines = dict.fromkeys(map(line_of, shown))
-    colors = dict(zip(lines, cycle(SERIES), strict=False))
-    found = {}
-    for name, axis, x in (
-        ("bits", "bits a weight", bits),
-        ("time", "ms a token, one thread", times),
-    ):
-        points: dict[str, list[tuple[float, float, str]]] = {}
-        for cost in shown:
-            if cost.weights in x:
-                point = (x[cost.weights], cost.perplexity, name_of(cost))
-                points.setdefault(line_of(cost), []).append(point)
-        if points:
-            caption = f"Perplexity over {axis}; dashed: dense."
-            words = "; ".join(map(in_words, points.items()))
-            found[name] = picture(name, caption, words, partial(draw, points, colors, axis, dense))
-    return found
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for cost in costs:
+        if not cost.weights.startswith(DENSE) and cost.perplexity < MOST * dense:
+            point = (cost.bits, cost.perplexity, name_of(cost))
+            points.setdefault(line_of(cost), []).append(point)
+    colors = dict(zip(points, cycle(SERIES), strict=False))
+    words = "; ".join(map(in_words, points.items()))
+    caption = "Perplexity over bits a weight; dashed: dense."
+    return picture("bits", caption, words, partial(draw, points, colors, "bits a weight", dense))
 
 
 def in_words(line: tuple[str, Sequence[tuple[float, float, str]]]) -> str:

@@ -6,8 +6,8 @@ r"""The time of the commands that a new user gives first, on the embedded model.
 
 Each command runs in a process of its own, one after the other, and with all of its threads. CPU
 time is that of the process and its children, compilers included. `generate` stops after one token,
-so that its time is that of the first word; the kernels and the step are compiled for it, since the
-cache directory is new. Busy loops, in processes of their own, stand for other work.
+so that its time is that of the first word. Busy loops, in processes of their own, stand for other
+work.
 """
 
 import argparse
@@ -35,7 +35,6 @@ _COMMANDS = {
     "prune": f"{_PRUNE} --out half",
     "export": "export half --overwrite",
     "generate": "generate half-bitmask --prompt def --max-new-tokens 1",
-    "generate again": "generate half-bitmask --prompt def --max-new-tokens 1",
     "prune --text": f"{_PRUNE} --text {os.__file__} --num-samples 32 --sequence-length 256 "
     "--eval-samples 16 --overwrite --out text",
 }

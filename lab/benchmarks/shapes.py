@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export import torchao_tensors
+from export.loading import storage_bytes
 from export.speed import COLUMNS, graphed, measure, rows, take_turns
 from mrp_ground.environment import machine
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import OptionError
-from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import GROUP, why_not_packable
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO

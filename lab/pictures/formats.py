@@ -1,4 +1,4 @@
-"""The picture of README.md: loss, bytes and time of one model in every format that was measured.
+"""The picture of README.md: loss and bytes of one model in every format that was measured.
 
     python lab/pictures/formats.py
 
@@ -47,13 +47,12 @@ LABELS: Mapping[str, tuple[float, float, str]] = {
 
 
 class Format(NamedTuple):
-    """A way to store the model: bits a weight of the blocks, perplexity, milliseconds a token."""
+    """A way to store the model: bits a weight of the blocks, and perplexity."""
 
     name: str
     family: str
     bits: float
     perplexity: float
-    milliseconds: float | None
 
 
 def main() -> None:
@@ -82,8 +81,7 @@ def read_formats(page: Path) -> tuple[float, list[Format]]:
         name = str(row["weights"])
         if name in LABELS:
             bits = float(packed_bits.get(name) or row["bits a weight"])
-            time = float(row["ms a token"]) if row["ms a token"] else None
-            formats.append(Format(name, _family(name), bits, float(row["perplexity"]), time))
+            formats.append(Format(name, _family(name), bits, float(row["perplexity"])))
     (dense,) = losses[losses["weights"] == "dense"]["perplexity"]
     return float(dense), formats
 
@@ -95,7 +93,7 @@ def _family(name: str) -> str:
 
 
 def draw(dense: float, formats: list[Format]) -> Figure:
-    """Draw perplexity over bits, with the name and the time of each format at its point."""
+    """Draw perplexity over bits, with the name of each format at its point."""
     figure = Figure(figsize=(6.8, 3.9), layout="constrained")
     axes = figure.subplots()
     for family, (color, marker) in FAMILIES.items():
@@ -122,8 +120,7 @@ def draw(dense: float, formats: list[Format]) -> Figure:
 
 
 def _label(item: Format) -> str:
-    name = item.name.removeprefix("llama.cpp ").removesuffix(" imatrix").replace("% 4", "%, 4")
-    return name if item.milliseconds is None else f"{name} · {item.milliseconds:.1f} ms"
+    return item.name.removeprefix("llama.cpp ").removesuffix(" imatrix").replace("% 4", "%, 4")
 
 
 if __name__ == "__main__":

@@ -37,13 +37,14 @@ class FinishedTrial:
         trial: The trial of the sweep.
         machine: A description of the machine of the run.
         config: The configuration by dotted key, defaults included.
-        inputs: Digests of the files that the run read, by input; see `inputs.digests`.
+        inputs: Digests of the files that the run read, by input; see `inputs.digests`. Empty in a
+            file that an earlier version wrote.
     """
 
     trial: Trial
     machine: str
     config: Mapping[str, Any]
-    inputs: Mapping[str, str]
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
         """Write `run.json` into a directory."""
@@ -75,7 +76,7 @@ class _TrialContent:
     run: dict[str, Any]
     machine: str
     config: dict[str, Any]
-    inputs: dict[str, str]
+    inputs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from export.loading import expand_bitmasks, load
 from export.packing import PackingOptions, convert
 from export.speed import Decoder, prefill
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_sparse import decoding
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.packed_linear import BitmaskLinear, Sparse24Linear
 
@@ -143,7 +142,7 @@ def test_generate_writes_the_same_text_on_the_device(second, tmp_path, monkeypat
     convert(PackingOptions(checkpoint=tmp_path / "pruned", out=tmp_path / "packed", device="cpu"))
     if second.type != "cuda":  # its tensors have no storage
         numbers = lambda model: sum(tensor.nbytes for tensor in model.parameters())  # noqa: E731
-        monkeypatch.setattr(decoding, "storage_bytes", numbers)
+        monkeypatch.setattr(continuation, "storage_bytes", numbers)
     options = [f"{tmp_path}/packed", "--compare", f"{tmp_path}/pruned", "--eager"]
     capsys.readouterr()
     written = []

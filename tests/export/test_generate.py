@@ -1,17 +1,15 @@
 """`python -m export.generate`, on the embedded model."""
 
-import json
 import re
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
+from export import continuation
 from export.generate import main
 from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.errors import OptionError
-from mrp_sparse import compiled_step, decoding
 
 PROMPT = "import os\n\ndef "
 
@@ -86,36 +84,6 @@ def test_what_is_beyond_the_positions_is_refused(llama, capsys):
     )
 
 
-def test_what_else_generation_would_return_keeps_no_step_from_being_compiled(monkeypatch, caplog):
-    """transformers writes down that neither attentions nor states are asked for."""
-    settings = json.loads((STDLIB_LLAMA / "generation_config.json").read_text())
-    assert settings["output_attentions"] is False
-
-    def asked(model, length, **_):
-        raise OptionError(f"a step of {type(model).__name__} for {length} tokens")
-
-    monkeypatch.setattr(decoding, "CompiledStep", asked)
-    main([str(STDLIB_LLAMA), "--prompt", "import", "--max-new-tokens", "3", "--device", "cpu"])
-    assert "(OptionError: a step of LlamaForCausalLM for 4 tokens)" in caplog.text
-
-
-def test_the_text_comes_before_the_compiler(monkeypatch, tmp_path, capsys, caplog):
-    """The first start writes by Python's steps, and then compiles; the next start runs the step."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    texts = []
-
-    def compiling(step, file):
-        texts.append(capsys.readouterr().out)
-        raise OSError("no compiler in this test")
-
-    monkeypatch.setattr(compiled_step, "_compile", compiling)
-    main([str(STDLIB_LLAMA), "--prompt", PROMPT, "--max-new-tokens", "3", "--device", "cpu"])
-    assert PROMPT in texts[0]
-    assert "[3 tokens: the first after" in texts[0]
-    assert "no compiler in this test" in caplog.text
-    assert not [*tmp_path.rglob("*.pt2")]
-
-
 def text_of(model, tokenizer, count):
     tokens = model.generate(
         **tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=count, do_sample=False
@@ -123,7 +91,7 @@ def text_of(model, tokenizer, count):
     return tokens[0, -count:].tolist()
 
 
-class Recorded(decoding.TimedStreamer):
+class Recorded(continuation.TimedStreamer):
     """Records tokens, too."""
 
     def put(self, value):
@@ -150,7 +118,7 @@ def as_on_a_gpu(monkeypatch):
         return valid(self, inputs, generation_config)
 
     monkeypatch.setattr(kind, "_valid_auto_compile_criteria", criteria)
-    monkeypatch.setattr(decoding, "_is_on_cpu", lambda model: False)
+    monkeypatch.setattr(continuation, "_is_on_gpu", lambda model: True)
     yield compiled
     torch.compiler.reset()
 
@@ -164,7 +132,7 @@ def test_a_gpu_compiles_the_step_around_a_static_cache(form, as_on_a_gpu, llama,
     tokenizer = AutoTokenizer.from_pretrained(directory)
     streamer = Recorded(tokenizer)
     tokens = dict(tokenizer(PROMPT, return_tensors="pt"))
-    speed = decoding.write(model, tokens, streamer, 12, compiled=True)
+    speed = continuation.write(model, tokens, streamer, 12, compiled=True)
     assert "could not be compiled" not in caplog.text
     assert speed.tokens == 12
     assert streamer.tokens[-12:] == text_of(model, tokenizer, 12)
@@ -175,7 +143,7 @@ def test_a_gpu_compiles_the_step_around_a_static_cache(form, as_on_a_gpu, llama,
 
 
 def test_where_the_step_cannot_be_compiled_a_warning_says_so(monkeypatch, llama, caplog):
-    monkeypatch.setattr(decoding, "_is_on_cpu", lambda model: False)
+    monkeypatch.setattr(continuation, "_is_on_gpu", lambda model: True)
     model = AutoModelForCausalLM.from_pretrained(llama).eval()
     generate = model.generate
 
@@ -187,7 +155,9 @@ def test_where_the_step_cannot_be_compiled_a_warning_says_so(monkeypatch, llama,
     monkeypatch.setattr(model, "generate", failing)
     tokenizer = AutoTokenizer.from_pretrained(llama)
     streamer = Recorded(tokenizer)
-    decoding.write(model, dict(tokenizer(PROMPT, return_tensors="pt")), streamer, 3, compiled=True)
+    continuation.write(
+        model, dict(tokenizer(PROMPT, return_tensors="pt")), streamer, 3, compiled=True
+    )
     assert "could not be compiled (RuntimeError: Failed to find C compiler.)" in caplog.text
     assert streamer.tokens[-3:] == text_of(
         AutoModelForCausalLM.from_pretrained(llama), tokenizer, 3

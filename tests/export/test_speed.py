@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import import_utils
 
 from export import packing, speed
+from export.loading import storage_bytes
 from export.speed import Decoder, Speed, Timing, measure, prefill, rows, take_turns, without_masks
 from export.to_sparse import main
 from mrp_lightning.errors import OptionError
-from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import broken_groups
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.packed_linear import Sparse24Linear
