@@ -288,7 +288,7 @@ def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[_HeadValue]:
     loss = frame.texts.loc[key].get(RELATIVE_LOSS, MISSING) or MISSING
     yield _HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
-    if of_all := totals.get("model_weights"):  # absent from older reports
+    if of_all := totals.get("model_weights"):
         removed += f", {numbers.percent(totals['removed'] / of_all)} of all"
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
     yield _HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)

@@ -4,13 +4,12 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
-from jsonargparse import ArgumentError as ParsingError
 from jsonargparse import Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
@@ -88,20 +87,7 @@ class RunConfiguration(PruningCLI):
 
     def difference(self, earlier: Mapping[str, Any]) -> str:
         """Describe how this configuration differs from an earlier `described()`; "" if equal."""
-        return "; ".join(differences(earlier, self.described(), self._defaults))
-
-    def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the defaults of some options, which may depend on the values of the others."""
-        requested, parser = set(keys), self.parser
-        without_keys = _without(_nested(parser, self.config), requested)
-        exits, parser.exit_on_error = parser.exit_on_error, False
-        try:
-            config = _nested(parser, parser.parse_object(without_keys))
-        except ParsingError:
-            return {}  # an option has no default
-        finally:
-            parser.exit_on_error = exits
-        return {key: value for key, value in _flat(config) if key in requested}
+        return "; ".join(differences(earlier, self.described()))
 
 
 def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
@@ -471,14 +457,3 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, value in values.items():
         yield from _flat(value, f"{key}.{name}" if key else name)
-
-
-def _without(values: Any, keys: set[str], key: str = "") -> Any:
-    """Return nested values without some keys, and without mappings that this empties."""
-    if isinstance(values, list):
-        return [_without(value, keys, f"{key}.{i}") for i, value in enumerate(values)]
-    if not isinstance(values, dict):
-        return values
-    names = {name: f"{key}.{name}" if key else name for name in values}
-    rest = {n: _without(values[n], keys, full) for n, full in names.items() if full not in keys}
-    return {name: value for name, value in rest.items() if value or value == values[name]}

@@ -37,14 +37,13 @@ class FinishedTrial:
         trial: The trial of the sweep.
         machine: A description of the machine of the run.
         config: The configuration by dotted key, defaults included.
-        inputs: Digests of the files that the run read, by input; see `inputs.digests`. Empty in a
-            file that an earlier version wrote.
+        inputs: Digests of the files that the run read, by input; see `inputs.digests`.
     """
 
     trial: Trial
     machine: str
     config: Mapping[str, Any]
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str]
 
     def save(self, directory: Path) -> None:
         """Write `run.json` into a directory."""
@@ -76,7 +75,7 @@ class _TrialContent:
     run: dict[str, Any]
     machine: str
     config: dict[str, Any]
-    inputs: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)

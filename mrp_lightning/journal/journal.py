@@ -51,10 +51,7 @@ _LOCK = ".lock"
 _BLANK_BYTES = 4096
 _TEMPORARY = re.compile(r"\.tmp\w{6}")
 _KEPT = "kept"
-_BLOCK = re.compile(
-    # Journals of format version 1 have `balance`; they are refused, but also removed.
-    rf"(block-\d{{5,}}(-grid)?|{_KEPT}-[a-z0-9]+|balance)\.safetensors(?P<part>\.partial)?"
-)
+_BLOCK = re.compile(rf"(block-\d{{5,}}(-grid)?|{_KEPT}-[a-z0-9]+)\.safetensors(?P<part>\.partial)?")
 
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
@@ -220,7 +217,6 @@ class Journal(AbstractContextManager["Journal"]):
         *,
         resume: bool = True,
         about: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] | None = None,
         processes: Processes = ALONE,
         streamed: "StreamedBlocks | None" = None,
     ) -> Self:
@@ -234,8 +230,6 @@ class Journal(AbstractContextManager["Journal"]):
             fingerprint: The facts that decide the result.
             resume: Whether an existing journal is resumed. Otherwise a new one replaces it.
             about: Facts about the run for its report; see `Manifest`.
-            defaults: The defaults of settings, by name: a journal from before a setting existed
-                counts as one with its default.
             processes: The processes of the run; all of them must call this.
             streamed: The blocks that stay in files. Their shards hold whole blocks, each as a file
                 of the checkpoint, and are read from here once they are written.
@@ -263,7 +257,7 @@ class Journal(AbstractContextManager["Journal"]):
             _refuse_others(path)
             journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
             if resume and (path / NAME).exists():
-                journal._go_on(defaults or {})
+                journal._go_on()
             else:
                 journal._start_afresh()
             processes.all(journal.manifest)
@@ -440,7 +434,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Close the journal."""
         self.close()
 
-    def _go_on(self, defaults: Mapping[str, Any]) -> None:
+    def _go_on(self) -> None:
         try:
             earlier = Manifest.load(self.path)
         except JournalError:
@@ -450,7 +444,7 @@ class Journal(AbstractContextManager["Journal"]):
                 raise
             self._start_afresh()
             return
-        differing = differences(earlier.fingerprint, self.manifest.fingerprint, lambda _: defaults)
+        differing = differences(earlier.fingerprint, self.manifest.fingerprint)
         same_weights = earlier.fingerprint.get(WEIGHTS) == self.manifest.fingerprint.get(WEIGHTS)
         # Weights that differ may be those that the interrupted run has changed already: a fresh run
         # would take them for dense.

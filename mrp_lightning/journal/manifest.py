@@ -5,7 +5,7 @@ A fingerprint holds everything that determines the result of a run: only an equa
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,15 +27,7 @@ _DIGEST_PREFIX = "sha256:"
 """The prefix of digests, which replace values that are too long to show."""
 
 _WITHOUT_EFFECT = frozenset(
-    {
-        "enable_progress_bar",
-        "journal_beside",  # an argument of earlier versions, in their manifests
-        "offload",
-        "overwrite",
-        "resume",
-        "save_dir",
-        "streaming",
-    }
+    {"enable_progress_bar", "offload", "overwrite", "resume", "save_dir", "streaming"}
 )
 """Options that do not affect the result of a run, only where it is computed and stored."""
 
@@ -45,27 +37,16 @@ def _with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k.rpartition(".")[2] not in _WITHOUT_EFFECT}
 
 
-def differences(
-    earlier: Mapping[str, Any],
-    now: Mapping[str, Any],
-    defaults: Callable[[Iterable[str]], Mapping[str, Any]] = lambda _: {},
-) -> list[str]:
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe how two runs' settings that affect results differ, such as "`seed` was 4, is 5".
 
-    Args:
-        earlier: The settings of the first run, of this version or an older one.
-        now: The settings of the other run.
-        defaults: The defaults of settings, by name. A setting that `earlier` lacks did not exist
-            then, and counts as its default.
+    A setting that one of them lacks counts as `None` there.
     """
     earlier, now = _with_effect(earlier), _with_effect(now)
-    # Only settings that are new count as their default. One that `now` lacks is a difference.
-    added = [name for name in now if name not in earlier]
-    known = defaults(added) if added else {}
     return [
         _difference(name, earlier.get(name), now.get(name))
         for name in {**earlier, **now}
-        if earlier.get(name) != now.get(name) and not (name in known and known[name] == now[name])
+        if earlier.get(name) != now.get(name)
     ]
 
 
@@ -82,7 +63,7 @@ def _shown(value: Any) -> str:
 NAME = "manifest.json"
 WEIGHTS = "weights of the model"
 """The key of a fingerprint in which models with different weights differ."""
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
 Fingerprint = dict[str, Any]
 """The facts that determine a run's result, by name: JSON values, or digests of large values."""

@@ -128,7 +128,6 @@ def _open_journal(
         _fingerprint(job, config, module, trainer),
         resume=resume,
         about=about,
-        defaults=Settings.defaults(),
         processes=job.processes,
         streamed=job.streamed,
     ) as journal:

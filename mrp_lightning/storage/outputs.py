@@ -27,7 +27,6 @@ from mrp_lightning.storage.files import (
 )
 
 _PROBE = ".probe"
-_REPORTS = ("pruning_report.json", "export_report.json", "evaluation.json")
 
 
 def _check_replaceable(
@@ -132,12 +131,9 @@ def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
         )
     if others := not_ours(path):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        older = ""
-        if not (path / MANIFEST).exists() and any((path / name).exists() for name in _REPORTS):
-            older = f" It has no {MANIFEST} with checksums: an older version may have written it."
         raise FileExistsError(
             f"`{argument}`: {path} holds what mrp-lightning did not write, or what was changed "
-            f"since, so it is not replaced: {', '.join(others[:5])}{more}.{older} Name another "
+            f"since, so it is not replaced: {', '.join(others[:5])}{more}. Name another "
             "directory, or move these away."
         )
 

@@ -121,9 +121,8 @@ def test_without_a_manifest_nothing_is_replaced(damage, tmp_path):
     make(tmp_path / "model", *OURS)
     manifest = tmp_path / "model" / MANIFEST
     manifest.unlink() if damage is None else manifest.write_text(damage)
-    with pytest.raises(FileExistsError, match=r"config\.json, evaluation\.json") as caught:
+    with pytest.raises(FileExistsError, match=r"config\.json, evaluation\.json"):
         check_output_dir(tmp_path / "model", overwrite=True)
-    assert ("an older version may have written it" in str(caught.value)) == (damage is None)
 
 
 def test_what_is_added_later_is_ours_too_and_what_is_changed_is_not(tmp_path):
