@@ -62,7 +62,7 @@ def write(
                 weight = interleaved(weight, number)
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
-        writer.add_tensor(name, weight.contiguous().numpy())
+        writer.add_tensor(name, weight.contiguous().float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
