@@ -1,50 +1,37 @@
-"""Pack a pruned checkpoint: validate, write, and compare with the source."""
+"""Export a pruned checkpoint: choose what is packed, write it, and prove it equal to its source.
+
+A `Target` does this for one format; all of them are in `TARGETS`.
+"""
 
 import sys
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
 from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
-from export.conversion.compressed import (
-    Compressed,
-    check_compressed,
-    choose_compressed,
-    write_compressed,
-)
-from export.conversion.integer_layouts import LAYOUTS
+from export.conversion.compressed import check_compressed, choose_compressed, write_compressed
+from export.conversion.integer_layouts import LAYOUTS, IntegerLayout
 from export.conversion.loading_check import load_with_transformers
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
-from export.conversion.writing import (
-    HeadChoice,
-    choose_head,
-    write_dense,
-    write_packed,
-    write_torchao,
-)
+from export.conversion.writing import choose_head, write_dense, write_packed, write_torchao
 from export.loading import load
-from export.report import ExportReport, write_card
+from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
-from mrp_lightning import errors
 from mrp_lightning.devices import device_named
-from mrp_lightning.errors import counted
+from mrp_lightning.errors import OptionError
 from mrp_lightning.storage.files import output_path
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
-from mrp_lightning.targets.blocks import listed
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import SPARSE24
-
-_UNPACKED = ("dense", "torchao", *LAYOUTS)
-_FASTER = ("packed", "torchao")
-"""The formats that CUDA devices multiply with packed, by `export.load`."""
-_FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +41,7 @@ class PackingOptions:
     Attributes:
         checkpoint: A Hugging Face directory, the directory of a pruned LightningModule, or a .ckpt.
         out: The directory to write; by default named after the checkpoint and the format.
-        format: A key of `_FORMS` or `LAYOUTS`, or dense; by default the checkpoint decides.
+        format: A key of `TARGETS`; by default the checkpoint decides.
         head_bits: 8 rounds the head to 8 bits, 16 leaves it unchanged.
         overwrite: Whether an earlier export in `out` may be replaced.
         skip: Name patterns of layers that stay dense.
@@ -76,21 +63,23 @@ class PackingOptions:
     text: Sequence[str] = ()
     device: str | None = None
 
-    def output(self, form: str) -> Path:
-        """Return the directory to write in a format, checked unless nothing is written.
+    def output(self, suffix: str) -> Path:
+        """Return the directory to write, checked unless nothing is written.
+
+        Args:
+            suffix: The end of its name, if `out` does not name it.
 
         Raises:
             OptionError: It is, holds or lies in the source; `check_output_dir` raises more.
         """
         source = output_path(self.checkpoint).resolve()
-        suffix = form if form in _UNPACKED else _FORMS[form].suffix
         name = source.name.removesuffix(".ckpt")
         chosen = None if self.out is None else output_path(self.out).resolve()
         out = chosen or source.with_name(f"{name}-{suffix}")
         # With `--overwrite`, an output around the source would delete it. Paths are resolved, since
         # links could hide that.
         if out == source or out in source.parents or source in out.parents:
-            raise errors.OptionError(
+            raise OptionError(
                 f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
             )
         if not self.check_only:
@@ -98,210 +87,258 @@ class PackingOptions:
         return out
 
 
-def convert(options: PackingOptions) -> ExportReport:
-    """Pack a checkpoint, compare the result with its source, and print and return the report.
+@dataclass(frozen=True)
+class Job:
+    """One export: its source and options, the device of its comparison, and bars for its steps."""
+
+    source: Checkpoint
+    options: PackingOptions
+    device: torch.device
+    track: Track
+
+
+R = TypeVar("R", bound=Report)
+
+
+class Target(ABC, Generic[R]):
+    """A format of an export, whose report is an R.
+
+    Attributes:
+        suffix: The end of the name of an exported directory; `None` if the checkpoint decides.
+    """
+
+    suffix: str | None
+
+    @abstractmethod
+    def require(self, options: PackingOptions) -> None:
+        """Raise an `OptionError` if options contradict the format, or the machine lacks it."""
+
+    @abstractmethod
+    def choose(self, job: Job) -> R:
+        """Judge all layers, so that one message lists each that does not fit, and report them."""
+
+    @abstractmethod
+    def write(self, job: Job, report: R, directory: Path) -> Iterator[str]:
+        """Write the export into an empty directory, yielding the names of layers."""
+
+    @abstractmethod
+    def check(self, job: Job, report: R, directory: Path) -> None:
+        """Compare an export on disk with its source; a `ParityError` lists the differences."""
+
+
+class Packed(Target[ExportReport]):
+    """A format of this package: the zeros of a packed layer are not stored.
+
+    Args:
+        form: The packed format; `None` lets the checkpoint decide.
+    """
+
+    name: str | None = None  # of the format, if it is not that of the packed layers
+
+    def __init__(self, form: PackedFormat | None) -> None:
+        self.form = form
+        self.suffix = self.name or (form.suffix if form else None)
+
+    def require(self, options: PackingOptions) -> None:
+        """Refuse a head of 8 bits where layers are not packed by this package."""
+        if options.head_bits == 8 and self.name is not None:
+            raise OptionError(
+                f"`--head-bits 8` is for the packed formats, and not for `--format {self.name}`."
+            )
+
+    def why_not(self, layer: LayerChoice) -> str | None:  # noqa: ARG002
+        """Return why a layer that has the zeros cannot be written, `None` if it can."""
+        return None
+
+    def choose(self, job: Job) -> ExportReport:
+        """Choose a format and the layers that fit it; see `choose_layers` and `choose_head`."""
+        head = choose_head(job.source) if job.options.head_bits == 8 else None
+
+        def why_not(layer: LayerChoice) -> str | None:
+            if head is not None and layer.name == head.name:
+                return "it has 8 bits, by `--head-bits`"
+            return self.why_not(layer)
+
+        layers = choose_layers(
+            job.source,
+            form=self.form,
+            skip=job.options.skip,
+            allow_partial=job.options.allow_partial,
+            refuse=why_not,
+            track=job.track,
+        )
+        # The head is written in 8 bits, hence is no packed layer, whatever else keeps it dense.
+        layers = [replace(layer, reason=why_not(layer) or layer.reason) for layer in layers]
+        name = self.name or layers[0].form.option
+        return ExportReport(source=job.source, format=name, layers=layers, head=head)
+
+    def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
+        """Write safetensors."""
+        return write_packed(job.source, directory, report.packed, report.head)
+
+    def check(self, job: Job, report: ExportReport, directory: Path) -> None:
+        """Compare bits, products and logits; on a CUDA device measure the speed of 2:4."""
+        report.exported_bytes = open_checkpoint(directory).num_bytes
+        report.parity = check_parity(
+            job.source,
+            directory,
+            report.layers,
+            head=report.head,
+            text=job.options.text,
+            device=job.device,
+            track=job.track,
+        )
+        report.parity.require()
+        if report.parity.text is None:
+            is_model = bool(job.source.config)
+            reason = "the model predicts no next token" if is_model else "the module is your own"
+            report.notes.append(f"logits not compared: {reason}")
+        elif job.device.type == "cuda" and self.form is SPARSE24 and report.head is None:
+            _measure(job, report, directory)
+
+
+def _measure(job: Job, report: ExportReport, directory: Path) -> None:
+    """Measure the speed of an export beside its source on the CUDA device."""
+    try:
+        dense, packed = job.source.load(), load(directory)
+        for model in (dense, packed):
+            nn.Module.to(model, job.device).eval()  # PreTrainedModel.to has another signature
+    except torch.OutOfMemoryError:
+        report.notes.append("speed not measured: the GPU cannot hold both models")
+        return
+    report.speed = list(job.track(measure(dense, packed), None, "measuring speed"))
+
+
+class Dense(Packed):
+    """Dense safetensors whose zeros are positive, for software that knows no sparsity."""
+
+    name = "dense"
+
+    def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
+        """Write safetensors."""
+        return write_dense(job.source, directory, report.packed)
+
+
+class Torchao(Packed):
+    """torchao's 2:4 tensors, made and run on a CUDA device."""
+
+    name = "torchao"
+
+    def require(self, options: PackingOptions) -> None:
+        """Refuse machines on which torchao's tensors do not run."""
+        if reason := torchao_tensors.missing(device_named(options.device)):
+            raise OptionError(
+                f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, "
+                "or write `--format packed`, which is as small and needs no GPU."
+            )
+        super().require(options)
+
+    def why_not(self, layer: LayerChoice) -> str | None:
+        """Return why torchao cannot store a layer, `None` if it can."""
+        if layer.transposed:
+            return "torchao packs nn.Linear, and this is a Conv1D"
+        return torchao_tensors.why_not_storable(layer.shape, layer.dtype)
+
+    def choose(self, job: Job) -> ExportReport:
+        """Choose the layers of a transformers model that fit."""
+        if not job.source.config:
+            raise OptionError(
+                "`--format torchao` is for transformers models; pack a module of your own with "
+                "`--format packed`."
+            )
+        return super().choose(job)
+
+    def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
+        """Write pickles, packed on the CUDA device."""
+        return write_torchao(job.source, directory, report.packed, job.device)
+
+
+class Integers(Target[IntegerReport]):
+    """Weights of 4 or 8 bits, with their zeros, for engines that read integers."""
+
+    def __init__(self, layout: IntegerLayout) -> None:
+        self.layout, self.suffix = layout, layout.name
+
+    def require(self, options: PackingOptions) -> None:
+        """Refuse options without effect."""
+        without_effect = {
+            "--head-bits": options.head_bits == 8,
+            "--allow-partial": options.allow_partial,
+            "--text": options.text,
+            "--device": options.device is not None,
+        }
+        if named := [f"`{name}`" for name, is_given in without_effect.items() if is_given]:
+            raise OptionError(
+                f"`--format {self.layout.name}` has no use for {', '.join(named)}. Leave them out; "
+                "layers stay dense by `--skip`."
+            )
+
+    def choose(self, job: Job) -> IntegerReport:
+        """Find the codes of all pruned layers; see `choose_compressed`."""
+        chosen = choose_compressed(job.source, self.layout, job.options.skip, job.track)
+        return IntegerReport(source=job.source, format=self.layout.name, chosen=chosen)
+
+    def write(self, job: Job, report: IntegerReport, directory: Path) -> Iterator[str]:
+        """Write safetensors in the layout."""
+        return write_compressed(job.source, directory, report.chosen)
+
+    def check(self, job: Job, report: IntegerReport, directory: Path) -> None:
+        """Compare bits, and load the export with transformers, which takes longer."""
+        check_compressed(job.source, directory, report.chosen)
+        report.loaded = load_with_transformers(job.source, directory, report.chosen)
+        report.exported_bytes = open_checkpoint(directory).num_bytes
+
+
+TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
+    **{form.option: Packed(form) for form in (SPARSE24, BITMASK, BITMASK4)},
+    "dense": Dense(None),
+    "torchao": Torchao(SPARSE24),
+    **{name: Integers(layout) for name, layout in LAYOUTS.items()},
+}
+"""The formats by their names for `--format`."""
+
+
+def convert(options: PackingOptions) -> Report:
+    """Export a checkpoint, compare the result with its source, and print and return the report.
 
     Raises:
-        PatternError: The checkpoint lacks the pattern; see `choose_layers`.
+        PatternError: The checkpoint lacks the pattern or the grid; see `choose_layers` and
+            `choose_compressed`.
         ParityError: The export differs from its source; a new one is removed.
         FileNotFoundError, FormatError, TargetError: See `open_checkpoint` and `choose_layers`.
         DataError: See `text_windows`.
         OptionError: Options contradict each other, the source or this machine.
         FileExistsError: The output exists.
     """
+    target: Target = TARGETS[options.format] if options.format else Packed(None)
+    target.require(options)
     device = device_named(options.device)
-    _check_options(options, device)
+    # The output is checked early if its name is known without reading the checkpoint. Otherwise it
+    # depends on the format that the layers decide, and is checked after.
+    if target.suffix is not None or options.out is not None:
+        options.output(target.suffix or "")
     if device.index is not None:
         torch.cuda.set_device(device)  # the device on which `load` puts torchao's tensors
-    source = open_checkpoint(options.checkpoint)
-    if options.format == "torchao" and not source.config:
-        raise errors.OptionError(
-            "`--format torchao` is for transformers models; pack a module of your own with "
-            "`--format packed`."
-        )
-    head = choose_head(source) if options.head_bits == 8 else None
     with bars() as track:
-        # All layers are judged before anything is written, so that one message lists every layer
-        # that does not fit.
-        layers = choose_layers(
-            source,
-            form=_FORMS.get(options.format or ""),
-            skip=options.skip,
-            allow_partial=options.allow_partial,
-            refuse=_why_not_torchao if options.format == "torchao" else partial(_why_head, head),
-            track=track,
-        )
-        # The head is written in 8 bits, hence is no packed layer, whatever else keeps it dense.
-        layers = [replace(layer, reason=_why_head(head, layer) or layer.reason) for layer in layers]
-        form = options.format or layers[0].form.option
-        out = options.output(form)
-        report = ExportReport(str(options.checkpoint), form, layers, source.num_bytes, head)
-        export = _Export(source, report, options, device, track)
+        job = Job(open_checkpoint(options.checkpoint), options, device, track)
+        report = target.choose(job)
+        target = TARGETS[report.format]
+        out = options.output(target.suffix or "")
+        outcome = "Written to"
         if not options.check_only:
             # The comparison precedes the move into place: a wrong export is never at `out`.
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-                export.write(staging)
-                export.compare(staging)
-                if report.format != "dense":
-                    write_card(source, report, staging)
+                written = target.write(job, report, staging)
+                for _ in track(written, len(report.packed), "writing layers"):
+                    pass
+                target.check(job, report, staging)
                 report.save(staging)
-        elif (out / "export_report.json").is_file():
-            export.compare(out)
+        elif out.is_dir():
+            target.check(job, report, out)
+            outcome = "Checked:"
         else:
             report.notes.append(f"checked only: {out} does not exist, and nothing was written")
+            outcome = ""
     report.print()
-    if not options.check_only:
-        sys.stdout.write(f"Written to {out}\n")
+    sys.stdout.write(f"{outcome} {out}\n" if outcome else "")
     return report
-
-
-def compress(options: PackingOptions) -> Path:
-    """Write a pruning with bits in the layout `format` of `LAYOUTS`, and return the directory.
-
-    With `check_only`, nothing is written, and an export that is there is compared again.
-
-    Raises:
-        PatternError, TargetError: See `choose_compressed`.
-        ParityError: The export differs from its source; a new one is removed.
-        FileNotFoundError, FormatError: See `open_checkpoint`.
-        OptionError: Options contradict each other or the source, or are not for this layout.
-        FileExistsError: The output exists.
-    """
-    assert options.format is not None
-    layout = LAYOUTS[options.format]
-    without_effect = {
-        "--head-bits": options.head_bits == 8,
-        "--allow-partial": options.allow_partial,
-        "--text": options.text,
-        "--device": options.device is not None,
-    }
-    if named := [f"`{name}`" for name, is_given in without_effect.items() if is_given]:
-        raise errors.OptionError(
-            f"`--format {layout.name}` has no use for {', '.join(named)}. Leave them out; layers "
-            "stay dense by `--skip`."
-        )
-    out = options.output(layout.name)
-    source = open_checkpoint(options.checkpoint)
-    with bars() as track:
-        compressed = choose_compressed(source, layout, options.skip, track)
-        if options.check_only:
-            note = f"checked only: {out} does not exist, and nothing was written\n"
-            if out.is_dir():
-                check_compressed(source, out, compressed)
-                loaded = load_with_transformers(source, out, compressed)
-                note = f"{_summary(compressed, loaded)}Checked: {out}\n"
-            sys.stdout.write(note)
-            return out
-        with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-            written = write_compressed(source, staging, compressed)
-            for _ in track(written, len(compressed.layers), "writing layers"):
-                pass
-            # Bits are compared before transformers loads the model, which takes longer.
-            check_compressed(source, staging, compressed)
-            loaded = load_with_transformers(source, staging, compressed)
-            num_bytes = open_checkpoint(staging).num_bytes
-    sys.stdout.write(
-        _summary(compressed, loaded)
-        + f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. Written to {out}\n"
-    )
-    return out
-
-
-def _summary(compressed: Compressed, loaded: str) -> str:
-    """Return the lines on packed and dense layers; `loaded` is of `load_with_transformers`."""
-    size = compressed.integers.group_size
-    groups = "a row" if size < 0 else f"{size} columns"
-    lines = [
-        f"{counted(len(compressed.layers), 'layer')} in {compressed.integers.bits} "
-        f"bits, with a scale for {groups}; each weight is read back to the bit."
-    ]
-    if compressed.left:
-        lines += [
-            f"{counted(len(compressed.left), 'pruned layer')} with {compressed.left_weights:,} "
-            f"weights stay in 16 bits:\n{listed(compressed.left)}"
-        ]
-    lines += [f"{loaded} vLLM and SGLang, which read this format, were not tried here."]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _check_options(options: PackingOptions, device: torch.device) -> None:
-    """Raise, before anything is read, if options contradict each other or this machine."""
-    if options.format == "torchao" and (reason := torchao_tensors.missing(device)):
-        raise errors.OptionError(
-            f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
-            "write `--format packed`, which is as small and needs no GPU."
-        )
-    if options.head_bits == 8 and options.format in ("dense", "torchao"):
-        raise errors.OptionError(
-            f"`--head-bits 8` is for the packed formats, and not for `--format {options.format}`."
-        )
-    # The output is checked early if its name is known without reading the checkpoint. Otherwise it
-    # depends on the format that the layers decide, and is checked after.
-    if options.format is not None or options.out is not None:
-        options.output(options.format or "packed")
-
-
-@dataclass(frozen=True)
-class _Export:
-    """The steps of one export, which fill its report."""
-
-    source: Checkpoint
-    report: ExportReport
-    options: PackingOptions
-    device: torch.device
-    track: Track
-
-    def write(self, directory: Path) -> None:
-        layers = self.report.packed
-        if self.report.format == "torchao":
-            written = write_torchao(self.source, directory, layers, self.device)
-        elif self.report.format == "dense":
-            written = write_dense(self.source, directory, layers)
-        else:
-            written = write_packed(self.source, directory, layers, self.report.head)
-        for _ in self.track(written, len(layers), "writing layers"):
-            pass
-
-    def compare(self, directory: Path) -> None:
-        """Compare the export with its source, and raise a `ParityError` if they differ."""
-        report, text = self.report, self.options.text
-        report.exported_bytes = open_checkpoint(directory).num_bytes
-        report.parity = check_parity(
-            self.source,
-            directory,
-            report.layers,
-            head=report.head,
-            text=text,
-            device=self.device,
-            track=self.track,
-        )
-        report.parity.require()
-        if report.parity.text is None:
-            is_model = bool(self.source.config)
-            reason = "the model predicts no next token" if is_model else "the module is your own"
-            report.notes.append(f"logits not compared: {reason}")
-        elif self.device.type == "cuda" and report.format in _FASTER and report.head is None:
-            self._measure(directory)
-
-    def _measure(self, directory: Path) -> None:
-        """Measure the speed of the export beside its source on the CUDA device."""
-        try:
-            dense, packed = self.source.load(), load(directory)
-            for model in (dense, packed):
-                nn.Module.to(model, self.device).eval()  # PreTrainedModel.to has another signature
-        except torch.OutOfMemoryError:
-            self.report.notes.append("speed not measured: the GPU cannot hold both models")
-            return
-        cases = self.track(measure(dense, packed), None, "measuring speed")
-        self.report.speed = list(cases)
-
-
-def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:
-    is_head = head is not None and layer.name == head.name
-    return "it has 8 bits, by `--head-bits`" if is_head else None
-
-
-def _why_not_torchao(layer: LayerChoice) -> str | None:
-    if layer.transposed:
-        return "torchao packs nn.Linear, and this is a Conv1D"
-    return torchao_tensors.why_not_storable(layer.shape, layer.dtype)

@@ -1,7 +1,8 @@
-"""The report of an export: tables on the terminal, `export_report.json`, and the model card."""
+"""The reports of exports: tables on the terminal, `export_report.json`, and the model card."""
 
 import sys
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from export.conversion.checkpoint import Checkpoint
+from export.conversion.compressed import Compressed
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
@@ -21,38 +23,58 @@ from mrp_lightning.records.model_card import NAME as CARD
 from mrp_lightning.records.model_card import made_by, new_card, with_perplexities, with_section
 from mrp_lightning.storage.files import save_text, visible_files
 from mrp_lightning.storage.json_files import as_json
-from mrp_lightning.targets.blocks import alike
+from mrp_lightning.targets.blocks import alike, listed
 from mrp_lightning.terminal import Console
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
 
 
-@dataclass
-class ExportReport:
+@dataclass(kw_only=True)
+class Report(ABC):
     """The report of one run of `python -m export.to_sparse`.
 
     Attributes:
-        source: The pruned checkpoint, as the user named it.
-        format: `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
-        layers: Every linear layer of the model, and other layers that its report lists as pruned.
-        source_bytes: Bytes of the weight files read.
-        head: The head if it has 8 bits, else `None`.
+        source: The pruned checkpoint.
+        format: The name of the format for `--format`.
         exported_bytes: Bytes of the weight files of the export; `None` if there is no export.
-        parity: The comparison with the source; `None` if there is no export.
-        speed: The times beside the source, of 2:4 exports on a CUDA device.
         notes: The steps that were left out, with reasons.
     """
 
-    source: str
+    source: Checkpoint
     format: str
-    layers: list[LayerChoice]
-    source_bytes: int
-    head: HeadChoice | None = None
     exported_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    @abstractmethod
+    def packed(self) -> Sequence[LayerChoice]:
+        """The layers that were, or could be, packed."""
+
+    @abstractmethod
+    def print(self) -> None:
+        """Print the results."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write what belongs beside the weights into a directory."""
+
+
+@dataclass(kw_only=True)
+class ExportReport(Report):
+    """The report of an export to `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
+
+    Attributes:
+        layers: Every linear layer of the model, and other layers that its report lists as pruned.
+        head: The head if it has 8 bits, else `None`.
+        parity: The comparison with the source; `None` if there is no export.
+        speed: The times beside the source, of 2:4 exports on a CUDA device.
+    """
+
+    layers: list[LayerChoice]
+    head: HeadChoice | None = None
     parity: Parity | None = None
     speed: list[Speed] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def packed(self) -> list[LayerChoice]:
@@ -77,7 +99,7 @@ class ExportReport:
             "packed_layers_packed_bytes": packed_bytes,
             "packed_fraction": packed_bytes / dense_bytes,
             "negative_zeros": sum(layer.negative_zeros for layer in layers),
-            "source_bytes": self.source_bytes,
+            "source_bytes": self.source.num_bytes,
             "exported_bytes": self.exported_bytes,
         }
 
@@ -85,7 +107,7 @@ class ExportReport:
         """Return the content of `export_report.json`."""
         return {
             "format_version": FORMAT_VERSION,
-            "source": self.source,
+            "source": str(self.source.path),
             "format": self.format,
             "layers": [
                 {
@@ -108,7 +130,9 @@ class ExportReport:
         }
 
     def save(self, directory: Path) -> None:
-        """Write `export_report.json`, with the names of all files, into a directory."""
+        """Write the model card, and `export_report.json` with the names of all files."""
+        if self.format in _FORMS:
+            _write_card(self, directory)
         # The report lists all files of the directory, itself too, so it is written after the
         # others.
         written = {file.relative_to(directory).as_posix() for file in visible_files(directory)}
@@ -129,6 +153,47 @@ class ExportReport:
             console.print(_table("Speed as CUDA graphs", COLUMNS, rows(self.speed)))
         for note in self.notes:
             console.print(note)
+
+
+@dataclass(kw_only=True)
+class IntegerReport(Report):
+    """The report of an export to `compressed-tensors` or `gptq`.
+
+    Attributes:
+        chosen: The layers and their codes.
+        loaded: A sentence on loading it with transformers; empty if there is no export.
+    """
+
+    chosen: Compressed
+    loaded: str = ""
+
+    @property
+    def packed(self) -> Sequence[LayerChoice]:
+        """The layers that were, or could be, packed."""
+        return self.chosen.layers
+
+    def save(self, directory: Path) -> None:
+        """Write nothing: engines read the configuration alone."""
+
+    def print(self) -> None:
+        """Print the numbers of packed and dense layers, and how the export was read back."""
+        lines, chosen = [], self.chosen
+        if self.exported_bytes is not None:
+            size = chosen.integers.group_size
+            groups = "a row" if size < 0 else f"{size} columns"
+            lines.append(
+                f"{counted(len(chosen.layers), 'layer')} in {chosen.integers.bits} bits, with a "
+                f"scale for {groups}; each weight is read back to the bit."
+            )
+            if chosen.left:
+                lines.append(
+                    f"{counted(len(chosen.left), 'pruned layer')} with {chosen.left_weights:,} "
+                    f"weights stay in 16 bits:\n{listed(chosen.left)}"
+                )
+            lines.append(f"{self.loaded} vLLM and SGLang, which read this format, were not tried.")
+            sizes = (self.source.num_bytes, self.exported_bytes)
+            lines.append("{:.1f} → {:.1f} MiB.".format(*(size / 2**20 for size in sizes)))
+        sys.stdout.write("".join(f"{line}\n" for line in (*lines, *self.notes)))
 
 
 def _size(choice: LayerChoice | HeadChoice) -> dict[str, Any]:
@@ -157,7 +222,7 @@ def _sizes(report: ExportReport) -> Table:
     if report.head is not None:
         sizes["head of 8 bits"] = (report.head.dense_bytes, report.head.packed_bytes)
     if report.exported_bytes is not None and report.format != "dense":
-        sizes["weight files"] = (report.source_bytes, report.exported_bytes)
+        sizes["weight files"] = (report.source.num_bytes, report.exported_bytes)
     lines = [
         (item, f"{dense / 2**20:,.2f} MiB", f"{packed / 2**20:,.2f} MiB", f"{packed / dense:.4f}")
         for item, (dense, packed) in sizes.items()
@@ -214,13 +279,13 @@ _FORMS = {
 }
 
 
-def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> None:
+def _write_card(report: ExportReport, directory: Path) -> None:
     """Write the model card of a packed or torchao export.
 
     It extends the card of the pruned checkpoint, if there is one, with its measured perplexities.
     """
     title, form = _FORMS[report.format]
-    totals = report.totals
+    source, totals = report.source, report.totals
     lines = [
         f"{totals['packed_layers']} layers take {totals['packed_fraction']:.4f} of their bytes. "
         f"{form}",
@@ -263,7 +328,7 @@ def _card_of_bytes(report: ExportReport) -> list[str]:
     return [
         "",
         f"Its weight files have {report.exported_bytes:,} bytes, those of the pruned model with "
-        f"zeros {report.source_bytes:,}.",
+        f"zeros {report.source.num_bytes:,}.",
     ]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from mrp_lightning.commands.command import exit_on_mistake, make_parser
 
-_OF_ENGINES = ("compressed-tensors", "gptq")
+FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors", "gptq")
+"""The keys of `TARGETS`, which loads torch."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -21,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> None:
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.checkpoint import silence_transformers
-        from export.packing import PackingOptions, compress, convert
+        from export.packing import PackingOptions, convert
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         silence_transformers()
@@ -29,11 +30,7 @@ def main(args: Sequence[str] | None = None) -> None:
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
             values = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
-            packing = PackingOptions(**values)
-            if packing.format in _OF_ENGINES:
-                compress(packing)
-            else:
-                convert(packing)
+            convert(PackingOptions(**values))
 
 
 def _parser() -> Any:
@@ -56,8 +53,7 @@ def _parser() -> Any:
         "(default: bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is "
         "2:4, else bitmask)"
     )
-    formats = ("packed", "bitmask", "bitmask4", "dense", "torchao", *_OF_ENGINES)
-    option("--format", choices=formats, help=text)
+    option("--format", choices=FORMATS, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")
