@@ -47,7 +47,7 @@ SMALL = {
     r"(?<!lightning\.)\bTrainer\((?=\)|max)": "Trainer(**QUIET, ",
 }
 OPTIONS = {"prune": ["--num-samples=4", "--sequence-length=64", "--accelerator=cpu"]}
-OPTIONS |= {"generate": ["--max-new-tokens=4", "--eager"]}
+OPTIONS |= {"generate": ["--max-new-tokens=4"]}
 TRAINER = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--data.sequence_length=64"]
 TRAINER += ["--data.num_samples=4", "--data.batch_size=4"]
 OPTIONS |= {
