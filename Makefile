@@ -53,22 +53,12 @@ gpu: PYTHON = $(firstword $(wildcard $(BIN)/python) python3)
 gpu:
 	$(PYTHON) lab/benchmarks/gpu.py $(if $(LIMIT),--limit $(LIMIT)) $(PART)
 
-# Writes lab/results/results.md and lab/results/ablations.md anew; resumes after an interruption.
+# Writes the tables of lab/results/results.md and ablations.md anew; resumes after an interruption. After another sweep,
+# `python lab/page.py PAGE` does the same for its page.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/results.yaml
-	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/ablations.yaml
-	$(MAKE) lab/results/results.md lab/results/ablations.md
-
-# A page of lab/results/ with its pictures, made of the runs of its sweep: `make lab/results/frontier.md` after
-# frontier.yaml, `make lab/results/real-model.md` after real_page.yaml.
-lab/results/%.md: lab/pages/%.yaml FORCE
-	$(BIN)/python lab/page.py --config $<
-	rm -rf lab/results/$*
-	mkdir lab/results/$*
-	cp runs/pages/$*/*.* lab/results/$*
-	cp runs/pages/$*.md $@
-
-FORCE:
+	$(BIN)/python -m mrp_lightning sweep --config lab/sweeps/ablations.yaml
+	$(BIN)/python lab/page.py lab/results/results.md lab/results/ablations.md
 
 # mambapy has a scan that can be trained on a CPU. It is kept out of .venv, so that models are pruned
 # and evaluated by transformers alone.
@@ -83,9 +73,7 @@ figures: .venv/installed
 
 # The pictures of README.md and of the site, from the tables in lab/results/.
 pictures: .venv/installed
-	$(BIN)/python lab/pictures/formats.py
-	$(BIN)/python lab/pictures/quality.py
-	$(BIN)/python lab/pictures/engines.py
+	$(BIN)/python lab/pictures/site.py
 
 # The site, in build/site; a broken link is an error.
 docs: .venv/installed

@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from page import on_paper
-from pages.storage import bits_of
+from tables import bits_of, on_paper
 
 from mrp_lightning.commands import numbers
 from mrp_lightning.commands.parser import Parser

@@ -4,31 +4,24 @@
     python lab/figures.py --check  # names those that differ, and changes nothing
 
 `lab/figures.yaml` lists passages of each page. In a passage, `{TABLE > CELL > … > COLUMN}` stands
-for a figure: TABLE is a file of lab/results, `bits#LLaMA` the tables under its heading "LLaMA", and
-the one row with all of these cells gives the value of the column. `{… > COLUMN:.2f}` writes it in
-another format than `.1f`. `{A / B}` is a quotient, `{A - B}` a difference, and `{A - B / C - D}`
-the quotient of two differences. `{A?}` is a figure whose run may not be made yet: a dash until its
-row is there. White space in a passage matches any white space of the page.
+for a figure: TABLE is a name of `tables.tables_of`, and the one row with all of these cells gives
+the value of the column. `{… > COLUMN:.2f}` writes it in another format than `.1f`. `{A / B}` is a
+quotient, `{A - B}` a difference, and `{A - B / C - D}` the quotient of two differences. White space
+in a passage matches any white space of the page.
 """
 
 import argparse
 import re
 from collections.abc import Iterator, Mapping
 from decimal import ROUND_HALF_UP, Decimal, localcontext
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
 import yaml
-from pages.peers import read_tables
+from tables import ROOT, tables_of
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "lab/results"
-PASSAGES = Path(__file__).with_suffix(".yaml")
 _SLOT = re.compile(r"\{([^{}]+)\}")
-_MISSING = "–"
-_FIGURE = rf"(?:\d[\d,]*(?:\.\d+)?|{_MISSING})"
+_FIGURE = r"\d[\d,]*(?:\.\d+)?"
 _FORMAT = "1f"
 
 
@@ -69,7 +62,8 @@ def main() -> None:
 
 def read_passages() -> Mapping[str, list[str]]:
     """Return the passages of each page."""
-    passages: Mapping[str, list[str]] = yaml.safe_load(PASSAGES.read_text("utf-8"))
+    text = Path(__file__).with_suffix(".yaml").read_text("utf-8")
+    passages: Mapping[str, list[str]] = yaml.safe_load(text)
     return passages
 
 
@@ -96,62 +90,34 @@ def value_of(slot: str) -> str:
         ValueError: There is no such table, or not exactly one such row with a number.
     """
     path, _, form = slot.partition(":.")
-    if path.endswith("?") and not all(map(rows_of, cells_in(path.removesuffix("?")))):
-        return _MISSING
     with localcontext(rounding=ROUND_HALF_UP):  # as decimals: a float of 30.25 is rounded to 30.2
-        value, *divisors = map(difference_of, path.removesuffix("?").split(" / "))
+        value, *divisors = map(_difference, path.split(" / "))
         for divisor in divisors:
             value /= divisor
         return format(value, f".{form or _FORMAT}").removesuffix("%")
 
 
-def cells_in(path: str) -> list[str]:
-    """Return the paths of all cells in an expression of cells."""
-    return re.split(" - | / ", path)
-
-
-def difference_of(path: str) -> Decimal:
-    """Return the number in a cell, or the difference of the numbers in two."""
-    first, *others = map(cell_of, path.split(" - "))
+def _difference(path: str) -> Decimal:
+    first, *others = map(_cell, path.split(" - "))
     return first - sum(others)
 
 
-def cell_of(path: str) -> Decimal:
+def _cell(path: str) -> Decimal:
     """Return the number in the column of the one row with these cells."""
-    cells = rows_of(path)
-    if len(cells) != 1:
-        raise ValueError(f"Not one row of lab/results has {path!r}, but {len(cells)}.")
-    (cell,) = cells
-    number = re.match(r"[\d,]+(\.\d+)?", cell)
-    if number is None:
-        raise ValueError(f"{path}: the cell is {cell!r}, no number.")
-    return Decimal(number[0].replace(",", ""))
-
-
-def rows_of(path: str) -> set[str]:
-    """Return the different cells of the column in the rows that have all cells of a path."""
     name, *cells, column = (part.strip() for part in path.split(" > "))
-    return {
+    values = {
         str(row[column]).strip("*")
         for table in tables_of(name)
         if column in table
         for _, row in table.iterrows()
         if set(cells) <= set(row)
     }
-
-
-@cache
-def tables_of(name: str) -> list[pd.DataFrame]:
-    """Return the tables of a file of lab/results, all cells as text."""
-    if name.endswith(".csv"):
-        return [pd.read_csv(RESULTS / name, dtype=str, keep_default_na=False)]
-    name, _, heading = name.partition("#")
-    text = (RESULTS / f"{name}.md").read_text("utf-8")
-    if heading:
-        level, of_heading = re.split(rf"^(#+) {re.escape(heading)}$", text, flags=re.M)[1:3]
-        deepest = max(2, len(level))  # under the title of a page: all before its first section
-        text = re.split(rf"^#{{1,{deepest}}} ", of_heading, flags=re.M)[0]
-    return read_tables(text)
+    if len(values) != 1:
+        raise ValueError(f"Not one row of lab/results has {path!r}, but {len(values)}.")
+    number = re.match(r"[\d,]+(\.\d+)?", *values)
+    if number is None:
+        raise ValueError(f"{path}: the cell is {values.pop()!r}, no number.")
+    return Decimal(number[0].replace(",", ""))
 
 
 def replaced(text: str, figures: list[Figure]) -> str:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import originals
 import torch
-from pages.storage import bits_of
+from tables import bits_of
 from torch import Tensor, nn
 
 from export import to_gguf

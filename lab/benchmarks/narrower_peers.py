@@ -1,6 +1,6 @@
 r"""The accuracy that peers' own codes give on the windows of a sweep, and what exchanges gain.
 
-    python lab/benchmarks/narrower_peers.py --config configs/sweeps/narrower.yaml --flap FLAP \
+    python lab/benchmarks/narrower_peers.py --config lab/sweeps/narrower.yaml --flap FLAP \
         --slicegpt TransformerCompression
 
 FLAP (CASIA-IVA-Lab/FLAP, at the directory `--flap`) removes neurons of the models of the sweep,

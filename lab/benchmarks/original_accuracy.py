@@ -1,7 +1,7 @@
 r"""The accuracy that the original codes of SparseGPT and ALPS give on the windows of a sweep.
 
-    python lab/benchmarks/original_accuracy.py --config configs/sweeps/frontier.yaml --alps ALPS
-    python lab/benchmarks/original_accuracy.py --config configs/sweeps/frontier.yaml \
+    python lab/benchmarks/original_accuracy.py --config lab/sweeps/frontier.yaml --alps ALPS
+    python lab/benchmarks/original_accuracy.py --config lab/sweeps/frontier.yaml \
         --sparsegpt SPARSEGPT --models LLaMA --settings 2:4 --seeds 0 1 2
 
 They prune the models of the sweep, loaded as it loads them, on the calibration windows that it

@@ -1,9 +1,9 @@
 r"""Layers with weights of few bits on a CPU, ours and PyTorch's; and what few bits cost.
 
-    mrp-lightning sweep --config configs/sweeps/bits.yaml
+    mrp-lightning sweep --config lab/sweeps/bits.yaml
     python lab/benchmarks/quantised.py --llama LLAMA.CPP/build/bin \
         --out lab/results/quantised.md \
-        --sweep configs/sweeps/bits.yaml --sweep-model SmolLM2-WikiText2
+        --sweep lab/sweeps/bits.yaml --sweep-model SmolLM2-WikiText2
 
 METHOD. Weights and the positions of zeros are random, since speed does not depend on their values;
 2:4 follows its pattern. All contestants run with one thread, once a round. A time is CPU time of
@@ -14,8 +14,7 @@ for every 64 columns.
 
 With `--sweep`, the perplexities of a sweep's runs are listed with those of PyTorch's int4,
 llama.cpp's types, with and without an importance matrix of the calibration text, and, with
-`--gptq`, of a checkout of IST-DASLab/gptq, all on the same windows; a picture is drawn beside
-`--out`.
+`--gptq`, of a checkout of IST-DASLab/gptq, all on the same windows.
 """
 
 import argparse
@@ -31,7 +30,6 @@ from typing import Any
 import cpu
 import few_bits
 import torch
-from few_bits_pictures import bits_picture
 from torch import Tensor, nn
 
 from export import Bitmask4Linear
@@ -145,25 +143,18 @@ def model_sizes(name: str, sides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def write_costs(options: argparse.Namespace, write: Callable[[str], None]) -> None:
-    """The table of perplexities over bits, and its picture."""
-    found: list[few_bits.Cost] = []
+    """The table of perplexities over bits."""
     dense = 0.0
 
     def rows() -> Iterator[list[str]]:
         nonlocal dense
         for cost in few_bits.costs(options.sweep_model, options):
-            found.append(cost)
             dense = cost.perplexity if cost.weights == few_bits.DENSE else dense
             ratio = f"{cost.perplexity / dense:.3f}" if dense else ""
             yield [cost.weights, cost.way, f"{cost.bits:.2f}", f"{cost.perplexity:.2f}", ratio]
 
     header = ("weights", "by", "bits a weight", "perplexity", "× dense")
     cpu.table(f"Perplexity, {options.sweep_model}", header, rows(), write)
-    if options.out:
-        drawn = bits_picture(found)
-        file = options.out.with_name(f"{options.out.stem}-bits.svg")
-        file.write_bytes(drawn.svg)
-        write(f"\n![{drawn.alt}]({file.name})\n")
 
 
 def main() -> None:

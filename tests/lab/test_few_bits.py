@@ -1,9 +1,8 @@
-"""The perplexities that lab/benchmarks/quantised.py compares: bits, rounding, pictures."""
+"""The perplexities that lab/benchmarks/quantised.py compares: bits, rounding."""
 
 import few_bits
 import pytest
 import torch
-from few_bits_pictures import bits_picture
 
 from mrp_lightning.experiments.trials import parse_setting
 from mrp_sparse.formats.bitmask import BITMASK
@@ -45,15 +44,3 @@ def test_int4_is_what_pytorch_multiplies_with():
     x = torch.eye(128).bfloat16()
     products = torch.ops.aten._weight_int4pack_mm_for_cpu(x, tiled, 64, both)
     torch.testing.assert_close(products.T, found, rtol=1e-2, atol=1e-2)
-
-
-def test_pictures_say_in_words_what_they_show():
-    costs = [
-        few_bits.Cost("dense", "dense", 16, 24.0),
-        few_bits.Cost("50% 4 bits", "JM", 3.25, 33.0),
-        few_bits.Cost("70% 4 bits", "JM", 2.45, 90.0),  # far from all others
-        few_bits.Cost("llama.cpp Q4_0 imatrix", "llama.cpp", 4.5, 27.0),
-    ]
-    assert bits_picture(costs).alt.endswith(
-        "ours, 4 bits (JM): 50% at 3.25 33.000; llama.cpp, importance matrix: Q4_0 at 4.50 27.000"
-    )

@@ -1,13 +1,9 @@
 """`lab/figures.py`: the figures of README and docs are those of the tables."""
 
-import itertools
 import re
 
-import evidence
 import figures
 import pytest
-
-from mrp_lightning.experiments.sweep_command import read_sweep
 
 PAGES = figures.read_passages()
 NO_FIGURES = {"3.11", "0.5625", "0.1.0", "2.0"}
@@ -50,27 +46,6 @@ def test_a_figure_may_be_a_share_of_a_difference():
     )  # fmt: skip
     share = f"{pruned} - {tuned} / {pruned} - {dense}:.0%"
     assert figures.value_of(share) == "46"  # (8.540 - 8.267) / (8.540 - 7.944)
-
-
-def test_a_row_that_is_still_to_come_is_a_dash():
-    row = "evidence.csv > Qwen2.5-Coder-0.5B > 2:4 > XX > perplexity"
-    dense = "evidence.csv > Qwen2.5-Coder-0.5B > dense > WikiText2 > perplexity"
-    assert figures.value_of(f"{row} / {dense}?:.2f") == "–"
-    text = "It has – of it."
-    (figure,) = figures.figures_of(text, f"It has {{{dense}?}} of it.")
-    assert figures.replaced(text, [figure]) == "It has 33.4 of it."
-
-
-def test_rows_that_are_still_to_come_are_planned():
-    """No misspelt row stays a dash for ever: each has the cells of a run of the sweep."""
-    trials = read_sweep(["--config=configs/sweeps/evidence.yaml"]).trials
-    planned = [set(evidence.key_of(trial).values()) for trial in trials]
-    slots = re.findall(r"\{([^{}]+)\?(?::[^{}]*)?\}", figures.PASSAGES.read_text("utf-8"))
-    for path in itertools.chain.from_iterable(map(figures.cells_in, slots)):
-        table, *cells, column = path.split(" > ")
-        assert table == "evidence.csv"
-        assert column in evidence.COLUMNS
-        assert any(set(cells) <= key for key in planned), path
 
 
 def test_a_passage_or_a_row_that_is_not_there_is_named():

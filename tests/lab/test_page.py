@@ -1,114 +1,77 @@
-"""`python lab/page.py`: pages about the runs of a sweep of a tiny model."""
+"""`python lab/page.py`: the tables of a sweep, and the paper's claims, in a page."""
 
-import json
-import re
-import textwrap
-from pathlib import Path
+import sys
 
+import pandas as pd
 import pytest
-import yaml
 
-pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 pytest.importorskip("matplotlib", reason="pages need the extra `report`")
 
 import page
-from small_sweeps import BASE
+from tables import RESULTS, read_tables
 
-from mrp_lightning.commands import numbers
-from mrp_lightning.commands.main import main
+COLUMNS = ["model", "setting", "method", "block_size", "changed", "measure", "mean", "deviation"]
+ROWS = [
+    ("tiny", "50%", "SS", 128, None, "perplexity", 7.4, 0.01),
+    ("tiny", "50%", "SM", 128, None, "perplexity", 7.2, 0.01),
+    ("tiny", "50%", "MM", 128, None, "perplexity", 7.1, 0.01),
+    ("tiny", "70%", "SS", 128, None, "perplexity", 9.9, 1.0),
+    ("tiny", "70%", "SM", 128, None, "perplexity", 8.6, 1.0),
+    ("tiny", "70%", "SM", 128, "damping=0.1", "perplexity", 8.0, None),
+    ("tiny", "70%", "SM", 128, "damping=0.01", "perplexity", 8.2, None),
+    ("tiny", "70%", "SM", 128, "num_samples=9", "perplexity", 8.3, None),
+    ("tiny", "70%", "SM", 128, "num_samples=16", "perplexity", 8.1, None),
+    ("tiny", "70%", "SM", 128, None, "relative loss", 0.1, None),
+]
 
-PAGES = Path(__file__).parents[2] / "lab" / "pages"
-TUNED = {
-    "method": "JM",
-    "target": "dense",
-    "tuning": {"epochs": 1, "batch_size": 2},
-    "tuning.held_out": 0.5,
-}
-VARY = {
-    "trainer.callbacks.init_args.damping": [0.1, 0.01],
-    "model.dtype": ["float32", "bfloat16"],
-}
+
+def test_claims_are_decided_by_means_and_deviations():
+    table = page.claims_table(pd.DataFrame(ROWS, columns=COLUMNS))
+    assert [(claim.split()[0], is_so) for claim, rows in table.groups() for is_so, _ in rows] == [
+        ("SM", "yes"),
+        ("SM", "**no**"),  # 1.3 < √2
+        ("MM", "**no**"),  # 0.1 > 0.2 / 5
+        ("The", "yes"),  # 1.028 < 1.151
+        ("Smaller", "**no**"),
+        ("More", "yes"),
+    ]
+    assert page.claims_table(pd.DataFrame(ROWS[-1:], columns=COLUMNS)) is None
 
 
-@pytest.fixture
-def sweep(tmp_path, monkeypatch, tiny_llama):
-    """Make the runs of a sweep, and its page."""
+def test_the_tables_between_the_comments_are_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = (f"value_{i} = compute({i}) + {i * 7}" for i in range(400))
-    Path("text.txt").write_text("\n".join(lines))
-    Path("base.yaml").write_text(yaml.safe_dump(BASE))
-
-    def make(*options: str, **content) -> str:
-        models = {"someone/a model": {"options": {"model.model": str(tiny_llama)}}}
-        content = {"base": ["base.yaml"], "models": models, "out": "out"} | content
-        Path("sweep.yaml").write_text(yaml.safe_dump(content))
-        main(["sweep", "--config=sweep.yaml"])
-        page.main(["--sweep=[sweep.yaml]", "--out=docs/page.md", *options])
-        return Path("docs/page.md").read_text()
-
-    return make
-
-
-def test_a_page_shows_methods_claims_blocks_and_texts(sweep):
-    runs = {"2:4": ["magnitude", "SS", "SM", "tuned"], "50%": ["SM"]}
-    text = sweep("--continuations=true", "--weights=true", runs=runs, recipes={"tuned": TUNED})
-    assert "SM is better than SparseGPT" in text
-    assert "python -m mrp_lightning sweep --config sweep.yaml" in text
-    cells = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| 2:4 |")]
-    assert [name for _, name in cells] == ["magnitude", "SparseGPT", "SM", "tuned"]
-    directory = Path("out/someone/a model/2of4-tuned-seed0")
-    report = json.loads((directory / "pruning_report.json").read_text())
-    for block in report["blocks"]:
-        errors = map(numbers.relative_loss, (block["error_before"], block["error_after"]))
-        assert f"| 2:4, tuned | {block['name']} | {' | '.join(errors)} |" in text
-    recorded = json.loads((directory / "evaluation.json").read_text())
-    written = recorded["continuations"]["text"]["continuation"].strip("\n")
-    assert "2:4 tuned:\n" + textwrap.indent(written, "    ") in text
-    assert "Windows of the evaluation text have no BOS before them." in text
-    pictures = re.findall(r"!\[.*\]\((.*)\)", text)
-    assert "page/someone-a-model-perplexity.svg" in pictures
-    assert all(Path("docs", picture).is_file() for picture in pictures)
-    drawn = Path("docs/page/someone-a-model-perplexity.svg").read_text()
-    assert all(f">{name}</text>" in drawn for name in ("magnitude", "SparseGPT", "tuned", "2:4"))
-    assert ">50%</text>" not in drawn  # one result is no comparison
-    assert ">perplexity above the dense model" in drawn
+    mine = "# Mine\n\n<!-- tables of out -->\nformer\n<!-- end -->\nwords\n"
+    (tmp_path / "page.md").write_text(mine)
+    (tmp_path / "other.md").write_text("# Other\n")
+    monkeypatch.setattr(sys, "argv", ["page.py", "page.md"])
+    with pytest.raises(SystemExit, match="no out/results.md. Make the sweep"):
+        page.main()
+    assert (tmp_path / "page.md").read_text() == mine
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/results.md").write_text("## tiny\n\n| a | b |\n| --- | --- |\n| 1 | 2 |\n")
+    pd.DataFrame(ROWS, columns=COLUMNS).to_csv("out/results.csv", index=False)
+    page.main()
+    page.main()
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith("# Mine\n\n<!-- tables of out -->\n\n## tiny\n")
+    assert text.endswith("\n<!-- end -->\nwords\n")
+    assert "former" not in text
+    assert text.count("## What the paper claims") == 1
+    assert len(read_tables(text)) == 2
+    monkeypatch.setattr(sys, "argv", ["page.py", "other.md"])
+    with pytest.raises(SystemExit, match="has no"):
+        page.main()
 
 
-def test_ablations_are_drawn_over_numbers_alone(sweep):
-    text = sweep(runs={"2:4": ["SS", "SM"]}, vary=VARY)
-    picture = Path("docs/page/someone-a-model-damping-2of4.svg")
-    drawn = picture.read_bytes()
-    assert "](page/someone-a-model-damping-2of4.svg)" in text
-    assert "Smaller damping is better" in text
-    assert not list(picture.parent.glob("*dtype*"))  # values without an order are on no axis
-    picture.unlink()
-    page.main(["--sweep=[sweep.yaml]", "--out=docs/page.md"])
-    assert picture.read_bytes() == drawn
-
-
-@pytest.mark.parametrize("name", ["page.md", "page/mine.svg"])
-def test_pages_of_others_are_refused(name, tmp_path):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match=Path(name).name):
-        page.main(["--sweep=[none.yaml]", f"--out={tmp_path}/page.md"])
-    assert (tmp_path / name).read_text() == "mine"
-
-
-def test_a_page_of_no_runs_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = PAGES.parents[1] / "configs" / "sweeps" / "quickstart.yaml"
-    with pytest.raises(SystemExit, match="no finished runs. Run: python -m mrp_lightning sweep"):
-        page.main([f"--sweep=[{config}]", "--out=page.md"])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", sorted(PAGES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_page_of_results_can_be_made(path):
-    content = yaml.safe_load(path.read_text())
-    docs_page = page.DocsPage(**content)
-    root = PAGES.parents[1]
-    assert docs_page.out == f"runs/pages/{path.stem}.md"
-    assert all((root / config).is_file() for config in docs_page.sweep)
-    results = root / "lab" / "results" / f"{path.stem}.md"
-    assert docs_page.title in results.read_text().splitlines()[0]
+def test_pages_name_the_directories_of_sweeps():
+    outs = {
+        line.split(": ")[1]
+        for directory in (RESULTS.parents[1] / "configs/sweeps", RESULTS.parent / "sweeps")
+        for path in directory.glob("*.yaml")
+        for line in path.read_text().splitlines()
+        if line.startswith("out: ")
+    }
+    texts = [path.read_text("utf-8") for path in RESULTS.glob("*.md")]
+    named = {match[2] for text in texts for match in page._TABLES.finditer(text)}
+    assert len(named) == 7
+    assert named <= outs

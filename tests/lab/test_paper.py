@@ -1,13 +1,25 @@
-"""The paper's values: as printed, and consistent with each other."""
+"""The paper's values: as printed, consistent with each other, and beside the runs of a sweep."""
 
 import statistics
 from collections import Counter, defaultdict
 
+import pandas as pd
 import pytest
-from pages.paper import paper_values, reported
+from paper import beside_paper, paper_values
 
-from mrp_lightning.experiments.trials import Trial, parse_setting
-from mrp_lightning.solver.recipe import parse_method
+from mrp_lightning.experiments.trials import parse_setting
+
+COLUMNS = ["model", "setting", "method", "block_size", "measure"]
+
+
+def rows():
+    return list(paper_values().itertuples())
+
+
+def reported(run, **changes):
+    """The paper's value of a row of a `results.csv`; `None` if it has none."""
+    row = dict(zip(COLUMNS, run, strict=True)) | {"changed": "", "context": "", "mean": "1"}
+    return next(iter(beside_paper(pd.DataFrame([row | changes]))["value"]), None)
 
 
 def test_every_table_is_there_whole():
@@ -15,7 +27,7 @@ def test_every_table_is_there_whole():
         return (dense + pruned) * texts
 
     # Rows of the tables: dense models, then pruned ones; dense values are printed more than once.
-    assert Counter(value.table for value in paper_values()) == {
+    assert Counter(value.table for value in rows()) == {
         "llama2": perplexities(9, 11 * 6, texts=2),
         "app:opt": perplexities(5, 5 * 6, texts=3),
         "app:bloom": perplexities(4, 4 * 6, texts=3),
@@ -26,46 +38,43 @@ def test_every_table_is_there_whole():
 
 
 @pytest.mark.parametrize(
-    ("run", "metric", "value"),
+    ("run", "value"),
     [
-        (("LLaMA2-7B", "dense", None, None), "perplexity/wikitext2", 5.472),
-        (("LLaMA2-7B", "2:4", "SM", 2048), "perplexity/wikitext2", 10.15),
-        (("LLaMA2-7B", "2:4", "SM", None), "perplexity/wikitext2", 10.37),
-        (("LLaMA2-7B", "2:4", "sparsegpt", None), "perplexity/wikitext2", 10.92),
-        (("LLaMA2-7B", "2:4", "S+M", None), "perplexity/wikitext2", 10.37),
-        (("LLaMA2-70B", "2:4", "MS", None), "perplexity/c4", 6.84),
-        (("LLaMA2-7B", "70%", "SS", 512), "perplexity/ptb", 2203),
-        (("LLaMA2-7B", "80%", "wanda", None), "perplexity/wikitext2", 1e5),
-        (("OPT-350M", "2:4", "MM", 128), "perplexity/ptb", 70.96),
-        (("OPT-66B", "80%", "SS", None), "perplexity/wikitext2", 1.5e4),
-        (("BLOOM-560M", "50%", "SS", 128), "perplexity/c4", 32.83),
-        (("BLOOM-7.1B", "2:4", "MM", 2048), "perplexity/ptb", 27.8),
-        (("Mamba-1.4B", "70%", "SM", 128), "perplexity/lambada", 19.65),
-        (("Mamba-2.8B", "70%", "SM", 512), "accuracy/winogrande", 58.25),
-        (("Mamba-790M", "50%", "magnitude", None), "perplexity/lambada", 2e58),
+        (("LLaMA2-7B", "dense", "", "", "perplexity/wikitext2"), 5.472),
+        (("LLaMA2-7B", "2:4", "SM", "2048", "perplexity/wikitext2"), 10.15),
+        (("LLaMA2-7B", "2:4", "SM", "all", "perplexity/wikitext2"), 10.37),
+        (("LLaMA2-7B", "2:4", "SS", "all", "perplexity/wikitext2"), 10.92),
+        (("LLaMA2-70B", "2:4", "MS", "all", "perplexity/c4"), 6.84),
+        (("LLaMA2-7B", "70%", "SS", "512", "perplexity/ptb"), 2203),
+        (("LLaMA2-7B", "80%", "wanda", "", "perplexity/wikitext2"), 1e5),
+        (("OPT-350M", "2:4", "MM", "128", "perplexity/ptb"), 70.96),
+        (("OPT-66B", "80%", "SS", "all", "perplexity/wikitext2"), 1.5e4),
+        (("BLOOM-560M", "50%", "SS", "128", "perplexity/c4"), 32.83),
+        (("BLOOM-7.1B", "2:4", "MM", "2048", "perplexity/ptb"), 27.8),
+        (("Mamba-1.4B", "70%", "SM", "128", "perplexity/lambada"), 19.65),
+        (("Mamba-2.8B", "70%", "SM", "512", "accuracy/winogrande"), 58.25),
+        (("Mamba-790M", "50%", "magnitude", "", "perplexity/lambada"), 2e58),
+        (("stdlib-llama", "2:4", "SM", "128", "perplexity/wikitext2"), None),
+        (("LLaMA2-7B", "2:4", "SM", "128", "perplexity/wikitext2"), None),  # 2048 and all, not 128
+        (("LLaMA2-7B", "2:4", "SM", "2048", "perplexity/ptb"), None),
+        (("LLaMA2-13B", "70%", "SM", "128", "perplexity/c4"), None),  # Table A3 gives the size
+        (("OPT-66B", "80%", "wanda", "", "perplexity/wikitext2"), None),
     ],
 )
-def test_values_as_printed(run, metric, value):
-    assert reported(Trial(*run), metric) == value
+def test_values_as_printed(run, value):
+    assert reported(run) == value
 
 
-@pytest.mark.parametrize(
-    ("run", "metric"),
-    [
-        (("stdlib-llama", "2:4", "SM", 128), "perplexity/wikitext2"),
-        (("LLaMA2-7B", "2:4", "SM", 128), "perplexity/wikitext2"),  # 2048 and all, not 128
-        (("LLaMA2-7B", "2:4", "SM", 2048), "perplexity/ptb"),
-        (("LLaMA2-13B", "70%", "SM", 128), "perplexity/c4"),  # Table A3 gives the size, 2 does not
-        (("OPT-66B", "80%", "wanda", None), "perplexity/wikitext2"),
-    ],
-)
-def test_what_the_paper_does_not_report(run, metric):
-    assert reported(Trial(*run), metric) is None
+def test_other_contexts_and_ablations_are_not_compared():
+    run = ("LLaMA2-7B", "2:4", "SM", "all", "perplexity/wikitext2")
+    assert reported(run, context="2048") == 10.37
+    assert reported(run, context="4096") is None
+    assert reported(run, changed="damping=0.1") is None
 
 
 def test_tables_that_repeat_a_value_agree():
     cells = defaultdict(set)
-    for value in paper_values():
+    for value in rows():
         cell = value.model, value.setting, value.method, value.metric
         cells[cell].add((value.block_size, value.value))
     for cell, found in cells.items():
@@ -76,7 +85,7 @@ def test_tables_that_repeat_a_value_agree():
 
 def test_averages_are_those_of_the_six_tasks():
     accuracies = defaultdict(dict)
-    for value in paper_values():
+    for value in rows():
         kind, name = value.metric.split("/")
         if kind == "accuracy":
             accuracies[value.model, value.method][name] = value.value
@@ -88,8 +97,7 @@ def test_averages_are_those_of_the_six_tasks():
 
 
 def test_settings_and_methods_are_those_of_the_library():
-    for value in paper_values():
+    for value in rows():
         assert (value.setting == "dense") == (value.method == "")
         if value.method:
             parse_setting(value.setting, value.method)
-            parse_method(value.method)

@@ -12,21 +12,37 @@ from mrp_lightning import CausalLM
 
 pytest.importorskip("matplotlib", reason="pictures need the extra `report`")
 
-SCRIPT = Path(__file__).parents[2] / "lab" / "pictures" / "methods.py"
+PICTURES = Path(__file__).parents[2] / "lab" / "pictures"
+
+
+def script(name):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
-def pictures(tiny_llama, tmp_path, monkeypatch):
-    """The script as a module, for two recipes and little text."""
-    spec = importlib.util.spec_from_file_location("pictures", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def small(tiny_llama, tmp_path, monkeypatch):
+    """Make a script draw a tiny model and little text."""
     text = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(60))
     monkeypatch.setattr("mrp_lightning.text.sources.standard_library", lambda _: [text])
-    monkeypatch.setattr(module, "STDLIB_LLAMA", tiny_llama)
-    monkeypatch.setattr(module, "DIRECTORY", tmp_path / "methods")
-    monkeypatch.setattr(module, "WINDOWS", 4)
-    monkeypatch.setattr(module, "LENGTH", 16)
+
+    def make(name):
+        module = script(name)
+        values = {"STDLIB_LLAMA": tiny_llama, "DIRECTORY": tmp_path / name}
+        for key, value in (values | {"WINDOWS": 4, "LENGTH": 16}).items():
+            monkeypatch.setattr(module, key, value)
+        return module
+
+    return make
+
+
+@pytest.fixture
+def pictures(small, monkeypatch):
+    """The script of the methods' pictures, for two recipes."""
+    module = small("methods")
     kept = {name: module.RECIPES[name] for name in ("SM", "JM, dense target")}
     monkeypatch.setattr(module, "RECIPES", kept)
     log = logging.getLogger("lightning.pytorch")
@@ -87,23 +103,8 @@ def test_both_pictures_show_what_was_measured(pictures, tiny_llama, monkeypatch)
         assert f">{name}</text>" in errors
 
 
-@pytest.fixture
-def method_pictures(tiny_llama, tmp_path, monkeypatch):
-    """The script as a module, with little text."""
-    script = SCRIPT.with_name("method.py")
-    spec = importlib.util.spec_from_file_location("method_pictures", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(60))
-    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", lambda _: [text])
-    monkeypatch.setattr(module, "STDLIB_LLAMA", tiny_llama)
-    monkeypatch.setattr(module, "DIRECTORY", tmp_path / "method")
-    monkeypatch.setattr(module, "WINDOWS", 4)
-    monkeypatch.setattr(module, "LENGTH", 16)
-    return module
-
-
-def test_the_certificate_is_drawn_above_the_truth(method_pictures, monkeypatch):
+def test_the_certificate_is_drawn_above_the_truth(small, monkeypatch):
+    method_pictures = small("method")
     drawn = []
     draw = method_pictures.draw_certificate
     monkeypatch.setattr(method_pictures, "draw_certificate", lambda f: drawn.extend(f) or draw(f))
@@ -114,23 +115,19 @@ def test_the_certificate_is_drawn_above_the_truth(method_pictures, monkeypatch):
         assert (method_pictures.DIRECTORY / f"{name}.svg").is_file()
 
 
-def test_the_losses_of_the_picture_are_those_of_the_formula(method_pictures):
+def test_the_losses_of_the_picture_are_those_of_the_formula():
     """w₁ = 0.9 removed, H = [[1, ¾], [¾, 1]]: ½·0.81 = 0.405, and ½·0.81·(1 − 9/16) = 0.177."""
-    figure = method_pictures.draw_two_weights()
+    figure = script("method").draw_two_weights()
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert "w₁ removed, w₂ as it was: loss 0.41" in texts
     assert "w₁ removed, w₂ optimal: loss 0.18" in texts
 
 
-@pytest.mark.parametrize("name", ["formats", "quality", "engines"])
-def test_a_picture_of_the_site_shows_its_table(name):
-    """What is drawn from the table now has the words and numbers of the stored picture."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    drawn = getattr(module, f"{name}_picture")().svg.decode()
-    words = re.findall(r">([^<>]+)</text>", drawn)
-    assert len(words) > 15
-    assert words == re.findall(r">([^<>]+)</text>", module.OUT.read_text("utf-8"))
+def test_the_pictures_of_the_site_show_their_tables():
+    """What is drawn from the tables now has the words and numbers of the stored pictures."""
+    site = script("site")
+    for drawn in (site.formats(), site.quality(), site.engines()):
+        words = re.findall(r">([^<>]+)</text>", drawn.svg.decode())
+        assert len(words) > 15
+        stored = (site.OUT / f"{drawn.name}.svg").read_text("utf-8")
+        assert words == re.findall(r">([^<>]+)</text>", stored)
