@@ -65,6 +65,19 @@ def onto_grid(weight: Tensor, bits: int = 4) -> Tensor:
     return torch.cat(whole, dim=1).to(weight.dtype)
 
 
+def logits(directory: Path, ids: Tensor, **options: Any) -> Tensor:
+    """The logits of a model that transformers loads."""
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(directory, **options)(ids).logits
+
+
+def change(directory: Path, **tensors: Tensor | None) -> None:
+    """Replace tensors of a file; `None` removes one."""
+    held = load_file(directory / "model.safetensors") | tensors
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors", {"format": "pt"})
+
+
 @pytest.fixture(autouse=True)
 def _short_library(short_library: None) -> None:
     """Compare logits on little text; a command in a process of its own reads all of it."""

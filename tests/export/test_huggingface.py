@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import export
@@ -14,10 +14,7 @@ from export import Bitmask4Linear, BitmaskLinear, Sparse24Linear
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, OptionError
 
-
-def logits(directory: Path, ids: torch.Tensor, **options: object) -> torch.Tensor:
-    with torch.inference_mode():
-        return AutoModelForCausalLM.from_pretrained(directory, **options)(ids).logits
+from .conftest import change, logits, refusal
 
 
 def assert_equal_files(before: Path, after: Path) -> None:
@@ -112,12 +109,6 @@ def test_it_generates_the_same_text(llama, packed, ids):
     assert torch.equal(export.load(packed).generate(ids, **options), before)
 
 
-def change(packed: Path, **tensors: torch.Tensor | None) -> None:
-    held = load_file(packed / "model.safetensors") | tensors
-    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
-    save_file(kept, packed / "model.safetensors", {"format": "pt"})
-
-
 def test_load_refuses_what_is_missing_or_left_over(packed):
     change(packed, **{"model.norm.weight": None, "model.extra.weight": torch.zeros(2)})
     with pytest.raises(FormatError, match=r"missing keys: model\.norm\.weight; unexpected keys"):
@@ -133,23 +124,47 @@ def test_a_missing_bias_is_refused_as_a_missing_weight_is(pruned, tmp_path):
         AutoModelForCausalLM.from_pretrained(packed)
 
 
-def test_nibbles_that_cannot_be_are_refused_by_every_loader(packed):
-    name = "model.layers.0.mlp.up_proj.weight_meta"
-    meta = load_file(packed / "model.safetensors")[name]
-    meta[0, 0] = 0x40
-    change(packed, **{name: meta})
-    with pytest.raises(FormatError, match=r"up_proj\.weight_meta \(1 of 512 nibbles"):
-        AutoModelForCausalLM.from_pretrained(packed)
+DOWN = "model.layers.1.mlp.down_proj"
+DAMAGES = {
+    "2:4": ("packed", "weight_meta", lambda t: t[0, :1].fill_(0x40), "1 of 512 nibbles"),
+    "bits": ("bitmask", "weight_bits", lambda t: t[3, 2:3].bitwise_xor_(1), "weights are marked"),
+    "places": ("bitmask4", "weight_bits", lambda t: t[3].bitwise_not_(), "bytes, and there are"),
+    "scales": ("bitmask4", "weight_scales", lambda t: t[3].fill_(torch.nan), "are not finite"),
+}
+
+
+@pytest.mark.parametrize(("form", "key", "spoil", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_refused_by_gate_and_loader(
+    form, key, spoil, message, exports, tmp_path, capsys
+):
+    exported = exports(form, tmp_path)
+    tensor = load_file(exported.packed / "model.safetensors")[f"{DOWN}.{key}"]
+    spoil(tensor)
+    change(exported.packed, **{f"{DOWN}.{key}": tensor})
+    places = KINDS[form].FORMAT.places
+    options = ["--format", form, "--check-only"]
+    shown = refusal([str(exported.source), *options], capsys, status=1)
+    assert f"{DOWN}.{places}: " in shown
+    with pytest.raises(FormatError, match=rf"down_proj\.{places} \(.*{message}"):
+        AutoModelForCausalLM.from_pretrained(exported.packed)
+
+
+@pytest.mark.parametrize("key", ["weight_bits", "weight_scales"])
+def test_a_missing_tensor_is_told(key, exports, tmp_path, capsys):
+    exported = exports("bitmask4", tmp_path)
+    change(exported.packed, **{f"{DOWN}.{key}": None})
+    shown = refusal([str(exported.source), "--check-only"], capsys, status=1)
+    assert f"{DOWN}.{key}: missing" in shown
+    with pytest.raises(FormatError, match=key):
+        export.load(exported.packed)
 
 
 def test_places_of_another_dtype_are_refused_by_every_loader(packed):
-    name = "model.layers.0.mlp.up_proj.weight_meta"
+    name = f"{DOWN}.weight_meta"
     change(packed, **{name: load_file(packed / "model.safetensors")[name].to(torch.int16)})
-    message = r"up_proj\.weight_meta.*expected uint8, got torch\.int16"
-    with pytest.raises(FormatError, match=message):
-        AutoModelForCausalLM.from_pretrained(packed)
-    with pytest.raises(FormatError, match=message):
-        export.load(packed)
+    for load in (AutoModelForCausalLM.from_pretrained, export.load):
+        with pytest.raises(FormatError, match=r"weight_meta.*expected uint8, got torch\.int16"):
+            load(packed)
 
 
 @pytest.mark.parametrize("version", [2, None])
