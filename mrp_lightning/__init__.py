@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.pruning.arguments import BlockTuning
     from mrp_lightning.records.block_result import BlockResult
-    from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
+    from mrp_lightning.records.report import PruningReport
+    from mrp_lightning.records.rows import BlockReport, LayerReport
     from mrp_lightning.solver.columns import ColumnSolution, prune_columns
     from mrp_lightning.solver.hessian import HessianAccumulator
     from mrp_lightning.solver.pruning import Solution, prune_weight
@@ -69,13 +70,13 @@ silence_torchao()
 
 # Imported on first access (PEP 562): torch takes seconds, Lightning and transformers some more.
 _LAZY = {
-    "BlockReport": "mrp_lightning.records.report",
+    "BlockReport": "mrp_lightning.records.rows",
     "BlockResult": "mrp_lightning.records.block_result",
     "BlockTuning": "mrp_lightning.pruning.arguments",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",
     "HessianAccumulator": "mrp_lightning.solver.hessian",
-    "LayerReport": "mrp_lightning.records.report",
+    "LayerReport": "mrp_lightning.records.rows",
     "PruningReport": "mrp_lightning.records.report",
     "Recipe": "mrp_lightning.solver.recipe",
     "Solution": "mrp_lightning.solver.pruning",

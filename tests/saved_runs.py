@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mrp_lightning.records.evaluation import record
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 
 KINDS = {"self_attn.q_proj": (16, 16), "mlp.up_proj": (32, 16), "mlp.down_proj": (16, 32)}
 CONFIG = {

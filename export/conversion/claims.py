@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
+from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.patterns import SemiStructured
 
@@ -31,7 +31,7 @@ class Claim:
             return _broken_group(kept, self.pattern)
         # A claim without a pattern is a count of the whole layer, since rows may have different
         # numbers of zeros. More zeros than claimed are no breach.
-        expected = (1 - self.sparsity + SPARSITY_ROUNDING) * rows * columns
+        expected = rows * columns - round(self.sparsity * rows * columns)
         count = int(kept.sum())
         if count <= expected:
             return None

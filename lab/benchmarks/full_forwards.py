@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mrp_lightning.pruning.job import Job, Listener
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.targets.plan import Plan, make_plan
 
 

@@ -19,7 +19,7 @@ from mrp_lightning.experiments.pictures import (
     stack_and_number,
 )
 from mrp_lightning.experiments.scores import Table
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.targets.blocks import without_numbers
 
 

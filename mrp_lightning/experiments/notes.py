@@ -1,12 +1,13 @@
 """Notes on runs: facts that qualify their numbers, such as layers with too few tokens."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.experiments.scores import named
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 
 class Note(NamedTuple):
@@ -58,8 +59,8 @@ def _layer_notes(run: RunDirectory) -> Iterator[str]:
     dead = {x: x.dead_inputs / x.shape[1] for x in layers if x.dead_inputs}
     of_all = "{0.dead_inputs:,} of {0.shape[1]:,}."
     yield from _worst(dead, "had input features that were always 0", of_all)
-    for reason in dict.fromkeys(x.own_target for x in layers if x.own_target):
-        number = sum(x.own_target == reason for x in layers)
+    own = [x.target.own for x in layers if x.target and x.target.own]
+    for reason, number in Counter(own).items():
         yield f"{number} of {len(layers)} layers kept their own target: {reason}."
     if helped := sum(bool(x.shared_hessian) for x in layers):
         yield (

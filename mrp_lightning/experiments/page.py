@@ -36,6 +36,7 @@ from mrp_lightning.experiments.scores import (
     results_table,
     zero_shot_table,
 )
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.storage.files import check_output_file, save_ours
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.targets.blocks import without_numbers
@@ -48,10 +49,10 @@ _LAYER_COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("sparsity", "sparsity", numbers.percent),
     ("relative_loss", "relative loss", numbers.relative_loss),
     ("loss", "loss", numbers.number),
-    ("target_loss", "target loss", numbers.number),
-    ("bits", "bits", numbers.count),
-    ("zeros_loss", "loss of the zeros", numbers.number),
-    ("grid_loss", "loss of the grid", numbers.number),
+    ("target.loss", "target loss", numbers.number),
+    ("grid.bits", "bits", numbers.count),
+    ("grid.zeros_loss", "loss of the zeros", numbers.number),
+    ("grid.grid_loss", "loss of the grid", numbers.number),
     ("damping", "λ", numbers.number),
     ("iterations", "iterations", numbers.count),
     ("gap", "gap", numbers.number),
@@ -465,16 +466,24 @@ def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]])
     return Table.of_rows(caption, (head, "value"), rows, kind="text")
 
 
+def _value(layer: LayerReport, key: str) -> Any:
+    """Return a value of a layer's row by its dotted key, `None` where the layer has none."""
+    value: Any = layer
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
 def _layer_table(run: RunDirectory) -> Table:
     """Return a table of the layers of a run, without empty columns."""
-    columns = [c for c in _LAYER_COLUMNS if any(getattr(x, c[0]) is not None for x in run.layers)]
+    columns = [c for c in _LAYER_COLUMNS if any(_value(x, c[0]) is not None for x in run.layers)]
     header = ("layer", "shape", *(label for _, label, _ in columns))
     rows = [
         (
             "" if layer.skipped is None else "left dense",
             layer.name,
             " × ".join(map(str, layer.shape)),
-            *(write(getattr(layer, key)) for key, _, write in columns),
+            *(write(_value(layer, key)) for key, _, write in columns),
         )
         for layer in sorted(run.layers, key=lambda layer: layer.skipped is not None)
     ]

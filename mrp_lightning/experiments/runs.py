@@ -14,7 +14,8 @@ from mrp_lightning.journal.journal import find_journal, unfinished_report
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_json, read_as, read_json
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from mrp_lightning.environment import progress_log
 from mrp_lightning.memory import peak_memory
 from mrp_lightning.pruning.job import Job, Listener, Progress
-from mrp_lightning.records.report import LayerReport, mean_relative_loss
+from mrp_lightning.records.rows import LayerReport, mean_relative_loss
 
 _BAR_SECONDS = 0.1
 """Seconds between two updates of a bar, since drawing takes time."""

@@ -38,7 +38,7 @@ from mrp_lightning.records import evaluation
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
 from mrp_lightning.records.model_card import model_card
-from mrp_lightning.records.report import NAME, SPARSITY_ROUNDING, PruningReport
+from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.storage.files import OTHER_WEIGHTS, output_path, visible_files
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
@@ -362,10 +362,7 @@ def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
         return report  # a narrower model cannot regain its removed units
     # At least as many zeros as were removed, layer by layer: training that holds the mask keeps all
     # of them, and may add others.
-    removed = {
-        r.name: ((r.sparsity or 0) - SPARSITY_ROUNDING) * r.shape[0] * r.shape[1]
-        for r in report.pruned
-    }
+    removed = {row.name: row.num_removed for row in report.pruned}
     zeros = {
         layer.name: int((layer.weight == 0).sum())
         for name, module in named_modules(model)

@@ -28,7 +28,7 @@ from mrp_lightning.pruning.prune_layers import (
     quantise_head,
 )
 from mrp_lightning.records.block_result import LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.recipe import Recipe

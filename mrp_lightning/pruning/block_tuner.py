@@ -18,7 +18,7 @@ from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
 from mrp_lightning.errors import DataError, TargetError, counted
 from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import BlockReport
+from mrp_lightning.records.rows import BlockReport
 from mrp_lightning.solver.grid import Grid, GridParameters
 from mrp_lightning.targets.layers import Layer
 

@@ -20,7 +20,7 @@ from mrp_lightning.narrowing.routing import Call, Routing
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.block_result import LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.columns import measured_set
 from mrp_lightning.solver.problem import Quality
 

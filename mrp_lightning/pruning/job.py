@@ -14,7 +14,7 @@ from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.block_result import BlockResult, LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.block_result import LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
 from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.solver.hessian import InputHessian

@@ -40,7 +40,7 @@ from mrp_lightning.pruning.job import Job, Usage
 from mrp_lightning.pruning.survey import survey
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.block_result import BlockResult, LayerResult
-from mrp_lightning.records.report import BlockReport, LayerReport
+from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer

@@ -12,7 +12,7 @@ from mrp_lightning.narrowing.structure import BlockParts, Structure
 from mrp_lightning.pruning.block import LayerSolver, Remover, WalkedBlock, calibrated_inputs
 from mrp_lightning.pruning.prune_layers import Calibrated, measured
 from mrp_lightning.records.block_result import LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.columns import ColumnSolution, remove_columns
 from mrp_lightning.solver.problem import output_energy
 from mrp_lightning.solver.recipe import Recipe

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrp_lightning.errors import JournalError
 from mrp_lightning.records.grid_file import save_parameters
-from mrp_lightning.records.report import BlockReport, LayerReport
+from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.storage.json_files import as_dataclass
 from mrp_lightning.targets.layers import Layer

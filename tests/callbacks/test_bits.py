@@ -41,9 +41,9 @@ def test_what_is_saved_lies_on_its_grid(
         grid.decompose(weight)
         assert float((weight == 0).float().mean()) >= sparsity - 1e-3
         assert row.sparsity == pytest.approx(sparsity, abs=1e-3)
-        assert row.bits == options["bits"]
-        assert row.zeros_loss + row.grid_loss == pytest.approx(row.loss)
-        assert (row.zeros_loss == 0) == (sparsity == 0 and "target" not in options)
+        assert row.grid.bits == options["bits"]
+        assert row.grid.zeros_loss + row.grid.grid_loss == pytest.approx(row.loss)
+        assert (row.grid.zeros_loss == 0) == (sparsity == 0 and "target" not in options)
     if "tuning" in options:
         # Coarse grids move seldom in so few steps.
         assert options["bits"] < 8 or any(block.epoch for block in callback.report.blocks)
@@ -74,8 +74,8 @@ def test_a_layer_gets_what_prune_weight_gives(llama, loader, quiet):
     pruned = model.model.layers[0].self_attn.q_proj.weight
     assert (pruned == found.weight).float().mean() > 0.99
     row = callback.report.layers[0]
-    assert row.zeros_loss == pytest.approx(found.zeros_loss, rel=1e-3)
-    assert row.grid_loss == pytest.approx(found.grid_loss, rel=0.05)
+    assert row.grid.zeros_loss == pytest.approx(found.zeros_loss, rel=1e-3)
+    assert row.grid.grid_loss == pytest.approx(found.grid_loss, rel=0.05)
 
 
 def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatch):
@@ -99,7 +99,7 @@ def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatc
         assert bool((after[before == 0] == 0).all())
         change, hessian = (after - before).double(), hessians[row.name]
         lost = float(((change @ hessian.double()) * change).sum()) / 2
-        assert row.grid_loss == pytest.approx(lost, rel=1e-4)
+        assert row.grid.grid_loss == pytest.approx(lost, rel=1e-4)
         nearest = before.clone()
         for start in range(0, before.shape[1], 16):  # with the usual scale, and no error feedback
             group = nearest[:, start : start + 16]

@@ -253,9 +253,9 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(tmp_path, monkeypatch):
     model, dense = build("mixtral"), build("mixtral")
     whole = without_experts(model, inputs, tmp_path / "whole", **options)
     assert any(block.epoch for block in whole.report.blocks)
-    assert all(row.target_loss is not None for row in whole.report.pruned)
-    assert whole.report.pruned[0].target_loss == pytest.approx(whole.report.pruned[0].loss)
-    assert whole.report.pruned[1].target_loss != pytest.approx(whole.report.pruned[1].loss)
+    assert all(row.target is not None for row in whole.report.pruned)
+    assert whole.report.pruned[0].target.loss == pytest.approx(whole.report.pruned[0].loss)
+    assert whole.report.pruned[1].target.loss != pytest.approx(whole.report.pruned[1].loss)
     for block, old in zip(blocks_of(model), blocks_of(dense), strict=True):
         rows = {tuple(row.tolist()) for row in experts_of(old).gate.weight}
         assert all(tuple(row.tolist()) in rows for row in experts_of(block).gate.weight)

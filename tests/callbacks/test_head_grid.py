@@ -69,10 +69,10 @@ def test_the_head_is_put_on_its_grid_by_its_own_inputs(options, tied, llama, loa
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert torch.equal(model.model.embed_tokens.weight, embeddings) != tied
     row = callback.report.layers[-1]
-    assert (row.name, row.bits, row.sparsity, row.block) == ("lm_head", 4, None, None)
-    assert row.loss == row.grid_loss == pytest.approx(expected.loss)
+    assert (row.name, row.grid.bits, row.sparsity, row.block) == ("lm_head", 4, None, None)
+    assert row.loss == row.grid.grid_loss == pytest.approx(expected.loss)
     assert row.tokens == 128
-    assert (row.own_target is None) == ("target" not in options)
+    assert (row.target is None) == ("target" not in options)
     assert callback.report.totals["layers"] == len(callback.report.pruned)
 
 

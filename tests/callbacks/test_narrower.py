@@ -286,7 +286,7 @@ def test_narrower_and_on_a_grid_in_one_run(grid, llama, tmp_path):
     callback, saved = narrower(llama(**sizes), [windows], tmp_path / "grid", grid=grid, **options)
     rows = {row.name.rpartition(".")[2]: row for row in callback.report.pruned[:7]}
     assert callback.report.totals["layers"] == 14
-    assert rows["down_proj"].zeros_loss == free.report.pruned[0].loss
+    assert rows["down_proj"].grid.zeros_loss == free.report.pruned[0].loss
     model = AutoModelForCausalLM.from_pretrained(saved)
     dense = llama(**sizes)
     down = model.model.layers[0].mlp.down_proj.weight.detach()
@@ -297,9 +297,9 @@ def test_narrower_and_on_a_grid_in_one_run(grid, llama, tmp_path):
     losses = layer_losses(dense, model, units, windows)
     for name, loss in losses.items():
         assert rows[name].loss == pytest.approx(loss, rel=0.02 if name == "down_proj" else 1e-3)
-        assert rows[name].grid_loss > 0
+        assert rows[name].grid.grid_loss > 0
         assert rows[name].sparsity == pytest.approx(1 / 3)
-        assert rows[name].bits == 4
+        assert rows[name].grid.bits == 4
     assert rows["q_proj"].sparsity == 0
     codebook = torch.tensor(GRIDS[grid].codebook).float()
     groups = down.unflatten(1, (-1, 32))

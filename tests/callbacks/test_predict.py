@@ -314,11 +314,11 @@ def test_the_report_has_its_fixed_form(llama, loader, quiet):
     Trainer(**quiet).predict(llama(), loader, callbacks=callback)
     report = json.loads(json.dumps(callback.report.to_dict(), allow_nan=False))
     fixed = ["format_version", "layers", "totals", "versions", "config"]
-    assert list(report) == [*fixed, "provenance"]
+    assert list(report)[:5] == fixed
     assert report["format_version"] == 1
     assert len(report["layers"]) == 4
     for row in report["layers"]:
-        assert list(row) == [*KEYS, "block"]
+        assert list(row)[: len(KEYS)] == [*KEYS]
         assert row["block"] in ("model.layers.0", "model.layers.1")
         assert row["method"] == "wanda"
         assert row["iterations"] is None

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from export import torchao_tensors
 from export.to_sparse import main
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of
 

@@ -13,7 +13,8 @@ from export.conversion.claims import Claim
 from export.conversion.selection import choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.targets.plan import make_plan
 
@@ -142,7 +143,7 @@ def test_a_report_of_another_model_is_refused(pruned):
     report.write_text(report.read_text().replace("mlp.up_proj", "mlp.fc1"))
     with pytest.raises(PatternError, match=r"does not have: model\.layers\.0\.mlp\.fc1, .*another"):
         choose_layers(open_checkpoint(source))
-    report.write_text('{"format_version": 1, "layers": [{"name": 5, "shape": [1, 1]}]}')
+    report.write_text(report.read_text().replace('"name": "', '"name": 5, "former": "'))
     with pytest.raises(FormatError, match=r"`layers\[0\]\.name` is 5, expected a valid string"):
         choose_layers(open_checkpoint(source))
 

@@ -14,7 +14,7 @@ from mrp_lightning.errors import FormatError, JournalError, SaveError
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import differences
 from mrp_lightning.records.block_result import BlockResult, LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 PRINT = {"method": "SM", "sparsity": 0.5}
 ROW = LayerReport(name="a", shape=(2, 4), loss=0.1, relative_loss=float("nan"), seconds=1 / 3)

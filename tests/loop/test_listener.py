@@ -8,7 +8,7 @@ import torch
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.pruning.job import Progress
 from mrp_lightning.records.block_result import BlockResult, LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 
 def test_layers_are_logged_each_once_with_its_place():

@@ -19,7 +19,7 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.loop import progress
 from mrp_lightning.pruning.job import Progress
 from mrp_lightning.records.block_result import BlockResult, LayerResult
-from mrp_lightning.records.report import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize

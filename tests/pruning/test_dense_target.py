@@ -25,7 +25,7 @@ def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
     slow_prune(theirs, BLOCKS[family], batches, all_at_once, dense, 1.0)
     assert_same_weights(ours, theirs)
     assert report.config["walk"] == "inject"
-    assert all(row.own_target is None for row in report.layers)
+    assert all(row.target.own is None for row in report.layers)
 
 
 @torch.no_grad()
@@ -84,9 +84,9 @@ def test_the_first_block_is_pruned_as_without(build, batches):
             assert not torch.equal(a, b)
     rows = {row.name: row for row in report.layers}
     for row in plain.layers:
-        assert row.target_loss is None
+        assert row.target is None
         if ".0." in row.name:
-            assert rows[row.name].loss == rows[row.name].target_loss == row.loss
+            assert rows[row.name].loss == rows[row.name].target.loss == row.loss
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def test_the_reported_losses_are_against_the_dense_weight(build, batches):
     assert row.loss == pytest.approx(float(loss), rel=1e-3)
     energy = (x @ before.weight.double().T).square().sum(1).mean()
     assert row.relative_loss == pytest.approx(float(loss / energy), rel=1e-3)
-    assert row.target_loss < row.loss
+    assert row.target.loss < row.loss
 
 
 class Routed(nn.Module):
@@ -142,12 +142,12 @@ def test_layers_whose_tokens_do_not_pair_keep_their_own_target_and_say_so(batche
     report = prune_model(model, batches, targets=["all", "some", "head"], beyond=DENSE)
     rows = {row.name: row for row in report.pruned}
     for k in (0, 1):
-        assert rows[f"blocks.{k}.all"].own_target is None
-        assert rows[f"blocks.{k}.all"].target_loss is not None
-        assert "do not pair" in rows[f"blocks.{k}.some"].own_target
-        assert rows[f"blocks.{k}.some"].target_loss is None
-    assert rows["head"].own_target == "it is outside the blocks"
-    assert rows["head"].to_dict()["own_target"] == "it is outside the blocks"
+        assert rows[f"blocks.{k}.all"].target.own is None
+        assert rows[f"blocks.{k}.all"].target.loss is not None
+        assert "do not pair" in rows[f"blocks.{k}.some"].target.own
+        assert rows[f"blocks.{k}.some"].target.loss is None
+    assert rows["head"].target.own == "it is outside the blocks"
+    assert rows["head"].to_dict()["target"]["own"] == "it is outside the blocks"
 
 
 FAMILIES = ["bart", "bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mixtral", "rwkv", "t5"]
@@ -187,4 +187,4 @@ def test_the_dense_stream_is_what_the_dense_model_computes(family, monkeypatch):
     if family in ("mixtral", "gpt_oss", "jamba"):
         experts = [row for row in report.pruned if ".experts." in row.name]
         assert experts
-        assert all("do not pair" in row.own_target for row in experts)
+        assert all("do not pair" in row.target.own for row in experts)

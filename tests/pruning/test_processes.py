@@ -30,16 +30,14 @@ def assert_alike(found, expected):
     for other, their_report in found:
         for a, b in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
-        assert [(x.name, x.loss, x.target_loss) for x in their_report.layers] == [
-            (x.name, x.loss, x.target_loss) for x in report.layers
+        assert [(x.name, x.loss, x.target) for x in their_report.layers] == [
+            (x.name, x.loss, x.target) for x in report.layers
         ]
     theirs = {row.name: row for row in of_one.layers}
     assert theirs.keys() == {row.name for row in report.layers}
     for n, row in enumerate(report.layers):
         same = theirs[row.name]
-        assert (row.tokens, row.skipped, row.own_target) == (
-            *(same.tokens, same.skipped, same.own_target),
-        )
+        assert (row.tokens, row.skipped, row.target) == (*(same.tokens, same.skipped, same.target),)
         assert row.shared_hessian == pytest.approx(same.shared_hessian)
         if row.skipped is None:
             # Behind the first layers all depends on which near-ties went otherwise.

@@ -69,7 +69,7 @@ def test_layers_of_one_input_get_the_weights_that_each_gets_alone(settings):
     for row, linear, weight in zip(rows, linears, dense, strict=True):
         alone = prune_weight(weight, hessian, **settings, grid="q4_0")
         assert torch.equal(linear.weight, alone.weight)
-        assert (row.loss, row.zeros_loss) == pytest.approx((alone.loss, alone.zeros_loss))
+        assert (row.loss, row.grid.zeros_loss) == pytest.approx((alone.loss, alone.zeros_loss))
         energy = float(((weight.double() @ inputs.T.double()) ** 2).sum()) / 300
         assert row.relative_loss == pytest.approx(row.loss / energy, rel=1e-3)
     assert [row.seconds / rows[0].seconds for row in rows] == pytest.approx([1, 0.2, 0.6])

@@ -245,7 +245,7 @@ def test_a_model_that_is_already_pruned_is_noted(build, batches):
     again = prune_model(model, batches)
     assert again.totals["already_pruned"] == 21
     assert again.totals["sparsity"] == 0.5
-    assert {row.zeros_before for row in again.layers} == {0.5}
+    assert {row.zeros.before for row in again.layers} == {0.5}
     assert again.totals["zeros_before"] == 0.5
 
 

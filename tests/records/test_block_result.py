@@ -65,10 +65,10 @@ def test_results_cannot_be_changed():
 
 
 def test_a_row_says_what_its_solution_and_recipe_say():
-    recipe = Recipe.of(method="SM", pattern="2:4", damping=0.01)
+    recipe = Recipe.of(method="SM", pattern="2:4", damping=0.01, bits=4)
     quality = Quality(loss=3.0, damping_used=0.2, damping_ratio=0.1, iterations=7, zeros_loss=1.0)
     row = LayerReport.of(quality, recipe, name="a", shape=(2, 4), energy=12.0, tokens=5)
-    assert (row.method, row.relative_loss, row.grid_loss, row.tokens) == ("SM", 0.25, 2.0, 5)
+    assert (row.method, row.relative_loss, row.grid.grid_loss, row.tokens) == ("SM", 0.25, 2.0, 5)
     assert row.raised_damping == 0.1
     silent = LayerReport.of(quality, recipe, name="a", shape=(2, 4), energy=0.0, tokens=5)
     assert silent.relative_loss == 0.0

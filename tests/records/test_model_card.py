@@ -4,7 +4,8 @@ from huggingface_hub import EvalResult, ModelCard
 
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records.model_card import model_card, with_perplexities
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 
 DATA = {"source": "c4", "samples": 128, "sequence_length": 2048, "seed": 3}
 

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import (
+    BlockReport,
+    GridReport,
+    LayerReport,
+    TargetReport,
+    ZerosReport,
+)
 
 numbers = st.none() | st.floats(0, 1e30)
 counts = st.none() | st.integers(0, 2**53)
@@ -17,13 +24,11 @@ KINDS = {
     "shape": sizes,
     "sparsity": st.none() | st.floats(0, 1),
     "method": st.none() | st.text(),
-    **dict.fromkeys(
-        ("skipped", "own_target", "fallback_mask", "block"), st.none() | st.text(min_size=1)
-    ),
-    "already_pruned": st.booleans(),
-    **dict.fromkeys(
-        ("iterations", "tokens", "dead_inputs", "peak_memory", "swaps", "bits"), counts
-    ),
+    **dict.fromkeys(("skipped", "fallback_mask", "block"), st.none() | st.text(min_size=1)),
+    **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory", "swaps"), counts),
+    "grid": st.none() | st.builds(GridReport, bits=st.integers(1, 8), grid_loss=numbers),
+    "target": st.none() | st.builds(TargetReport, loss=numbers, own=st.none() | st.text()),
+    "zeros": st.none() | st.builds(ZerosReport, before=st.floats(0, 1), had_pattern=st.booleans()),
 }
 rows = st.builds(LayerReport, **{f.name: KINDS.get(f.name, numbers) for f in fields(LayerReport)})
 config = st.fixed_dictionaries(
@@ -54,9 +59,8 @@ def directory(tmp_path_factory):
 @settings(deadline=None)
 @given(report=reports)
 def test_what_is_saved_is_loaded(report, directory):
-    if any(row.block for row in report.layers):
-        report.blocks = [replace(row, name=report.layers[0].block or "") for row in report.blocks]
-        report.layers = [replace(row, block=report.layers[0].block or "") for row in report.layers]
+    report.layers = [replace(row, block="m.0") for row in report.layers]
+    report.blocks = [replace(row, name="m.0") for row in report.blocks if report.layers]
     path = report.save(directory)
     loaded = PruningReport.load(path)
     assert loaded == report
@@ -65,21 +69,16 @@ def test_what_is_saved_is_loaded(report, directory):
 
 
 def stored(**layer):
-    """The content of a report as the first version wrote it."""
+    """The least content of a report."""
     return {
         "format_version": 1,
         "layers": [{"name": "blocks.0.up", "shape": [4, 8], **layer}],
         "totals": {
-            "layers": 1,
-            "skipped": 0,
-            "weights": 32,
-            "removed": 16,
-            "sparsity": 0.5,
-            "relative_loss": 0.25,
             "seconds": 3,
+            "complete": False,
         },
         "versions": {"torch": "2.11.0"},
-        "config": {"method": "SM", "sparsity": 0.5, "of_an_older_version": [1, "a"]},
+        "config": {"method": "SM", "sparsity": 0.5, "walk": "inject"},
     }
 
 
@@ -89,21 +88,32 @@ def load(content, directory):
     return PruningReport.load(path)
 
 
-def test_an_older_report_is_read_as_it_is_stored(tmp_path):
-    content = stored(loss=2, of_an_older_version=True)
+def test_a_report_is_read_as_it_is_stored(tmp_path):
+    content = stored(loss=2, relative_loss=0.25, sparsity=0.5, grid={"bits": 4})
     report = load(content, tmp_path)
-    assert report.layers == [LayerReport(name="blocks.0.up", shape=(4, 8), loss=2)]
+    (row,) = report.layers
+    assert (row.name, row.shape, row.loss, row.grid.bits) == ("blocks.0.up", (4, 8), 2, 4)
     assert (report.seconds, report.complete) == (3, False)
-    for section in ("totals", "versions", "config"):
-        assert getattr(report, section) == content[section]
+    assert (report.versions, report.config) == (content["versions"], content["config"])
+    totals = report.totals
+    assert (totals["layers"], totals["weights"], totals["removed"]) == (1, 32, 16)
+    assert (totals["sparsity"], totals["relative_loss"]) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("section", ["layers", "totals", "versions", "config"])
+def test_a_report_without_a_section_is_refused(section, tmp_path):
+    content = stored()
+    del content[section]
+    with pytest.raises(FormatError, match=f"lacks `{section}`: delete it, or prune again"):
+        load(content, tmp_path)
 
 
 def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
-    content = stored(loss="big", tokens=True, iterations=1.5, skipped=3, already_pruned=None)
+    content = stored(loss="big", tokens=True, iterations=1.5, skipped=3, zeros=7)
     content["layers"] += [7, {"shape": [3]}, {"name": "a", "shape": [0.5, 2]}]
     content["layers"] += [{"name": "b", "shape": [3]}, {"name": "c", "shape": [2, 0]}]
     content["totals"] |= {"seconds": "long", "complete": 1, "cpu_seconds": "long"}
-    del content["totals"]["weights"], content["config"]["method"]
+    del content["config"]["method"]
     content["blocks"] = [{"name": "blocks.0", "epoch": "last"}, 3]
     content["versions"]["cuda"] = 12.8
     with pytest.raises(FormatError) as caught:
@@ -113,17 +123,16 @@ def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
     assert first.endswith("Delete it, or prune again.")
     assert sorted(line.strip() for line in listed) == sorted(
         [
-            "`config.method` is missing",
-            "`totals.weights` is missing",
-            "`totals.seconds` is 'long', expected a valid number",
-            "`totals.cpu_seconds` is 'long', expected a valid number",
-            "`totals.complete` is 1, expected a valid boolean",
+            "`config`: `method` is missing, or is no string",
+            "`seconds` is 'long', expected a valid number",
+            "`cpu_seconds` is 'long', expected a valid number",
+            "`complete` is 1, expected a valid boolean",
             "`versions.cuda` is 12.8, expected a valid string",
             "`layers[0].loss` is 'big', expected a valid number",
             "`layers[0].tokens` is True, expected a valid integer",
             "`layers[0].iterations` is 1.5, expected a valid integer",
             "`layers[0].skipped` is 3, expected a valid string",
-            "`layers[0].already_pruned` is None, expected a valid boolean",
+            "`layers[0].zeros` is 7, expected an object",
             "`layers[1]` is 7, expected an object",
             "`layers[2].name` is missing",
             "`layers[3].shape[0]` is 0.5, expected a valid integer",
@@ -142,11 +151,13 @@ def test_a_pattern_that_does_not_exist_is_a_problem(tmp_path):
         load(content, tmp_path)
 
 
-def test_rows_leave_out_what_they_have_nothing_to_say_of():
-    row = LayerReport(name="a", shape=(2, 4)).to_dict()
-    assert list(row) == [f.name for f in fields(LayerReport)][:13]
+def test_a_row_has_the_keys_that_readers_rely_on():
+    grid = GridReport(bits=4)
+    row = LayerReport(name="a", shape=(2, 4), grid=grid).to_dict()
+    fixed = "name shape method sparsity loss relative_loss damping iterations gap seconds tokens"
+    assert list(row)[:13] == [*fixed.split(), "dead_inputs", "skipped"]
     assert row["shape"] == [2, 4]
-    assert BlockReport(name="a", epoch=0).to_dict() == {"name": "a", "epoch": 0}
+    assert row["grid"] == {"bits": 4, "zeros_loss": None, "grid_loss": None}
 
 
 @pytest.mark.parametrize("text", ["{", "\udcff", "[]", '{"format_version": 2}'])

@@ -49,9 +49,10 @@ VALUES = st.recursive(
 NAMES = {"name": "model.layers.0.up", "method": "SM", "skipped": None}
 MEASURES = {"sparsity": 0.5, "loss": 1.0, "relative_loss": 0.1, "damping": 0.1, "gap": 1e-7}
 COUNTS = {"iterations": 3, "seconds": 1.0, "tokens": 64, "dead_inputs": 0}
+OF_BLOCK = {"block": "model.layers.0", "grid": {"bits": 4}, "zeros": {"before": 0.5}}
 REPORT: dict[str, Any] = {
     "format_version": 1,
-    "layers": [{**NAMES, "shape": [16, 16], **MEASURES, **COUNTS}],
+    "layers": [{**NAMES, "shape": [16, 16], **MEASURES, **COUNTS, **OF_BLOCK}],
     "totals": {
         **{"layers": 1, "skipped": 0, "weights": 256, "removed": 128, "sparsity": 0.5},
         **{"relative_loss": 0.1, "seconds": 3.0, "complete": True},
@@ -73,6 +74,7 @@ RUN: dict[str, Any] = {
     "run": {"model": "m", "setting": "2:4", "method": "SM", "block_size": 128, "seed": 0},
     "machine": "m",
     "config": {},
+    "inputs": {},
 }
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.experiments.report import main
 from mrp_lightning.records.evaluation import record
-from mrp_lightning.records.report import BlockReport, LayerReport
+from mrp_lightning.records.rows import BlockReport, LayerReport
 
 EVIL = "<img src=x onerror=alert()>&\"'$x_{a}$"  # numbers in the names of layers become `*`
 
