@@ -131,6 +131,22 @@ class Checkpoint:
         for stored, tensor in self.tensors():
             yield (stored, *name_in_model(stored), tensor)
 
+    def finite_parameters(
+        self, model: PreTrainedModel, track: Track, description: str
+    ) -> Iterator[tuple[str, str, bool, Tensor]]:
+        """Read as `parameters`, with a bar, and raise at the end if some are not finite.
+
+        Raises:
+            FormatError: See `require_finite`.
+        """
+        name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tensors = track(self.tensors(), self.num_tensors, description)
+        for stored, tensor in require_finite(
+            tensors, self.path, lambda stored: name_in_model(stored)[0] in known
+        ):
+            yield (stored, *name_in_model(stored), tensor)
+
     def state(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """Return the state dict of a loaded model as the files hold it, in their precision.
 

@@ -14,21 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
-from export.conversion.checkpoint import (
-    Checkpoint,
-    Track,
-    open_checkpoint,
-    require_finite,
-    silently,
-)
+from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.claims import Claim, Claims
 from export.conversion.integer_layouts import IntegerLayout, Integers
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import write_converted
 from mrp_lightning.errors import OptionError, ParityError, PatternError
-from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, layers_of
@@ -88,13 +81,8 @@ def choose_compressed(
     grid, claims = _claims_of(checkpoint, layout)
     model = build_without_weights(checkpoint.pretrained_config())
     search = _Search.of(model, claims, skip, layout, grid.group_size, checkpoint.grid_parameters())
-    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes")
-    for stored, tensor in require_finite(
-        tensors, checkpoint.path, lambda key: name_in_model(key)[0] in parameters
-    ):
-        search.examine(stored, *name_in_model(stored), tensor)
+    for tensor in checkpoint.finite_parameters(model, track, "finding codes"):
+        search.examine(*tensor)
     # Shapes are judged last: how many codes a word holds depends on the bits, which grow until now.
     for layer in search.packed:
         if reason := layout.why_not(layer.shape, search.bits):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import (
     Checkpoint,
@@ -23,7 +22,7 @@ from export.conversion.checkpoint import (
 )
 from export.conversion.claims import Claim, Claims
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.grid import Grid, grid_of_bits
@@ -221,6 +220,7 @@ def _listed(choices: Sequence[LayerChoice]) -> str:
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SKIPPED = "left out by `--skip`"
 _TIED = "its weight is tied to another module's"  # packing would untie them
+_COUNTING = "counting zeros"
 _NOWHERE = "the files hold no weight of its own for it"
 
 
@@ -312,12 +312,11 @@ class _Search:
         require_matches("--skip", self.skip, list(modules))
         expected = _default_targets(model) if self.claims is None else set(claims)
         reasons = dict(self._reasons(model, modules))
-        name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         choices, converted, stored_names = [], set(), []
-        for stored, tensor in self._tensors(lambda key: name_in_model(key)[0] in parameters):
+        for stored, parameter, is_converted, tensor in checkpoint.finite_parameters(
+            model, self.track, _COUNTING
+        ):
             stored_names.append(stored)
-            parameter, is_converted = name_in_model(stored)
             name, _, kind = parameter.rpartition(".")
             # A converted parameter is no matrix of the files, so it can be neither packed nor
             # examined here. Its layer is examined below, in the loaded model.
@@ -352,8 +351,11 @@ class _Search:
             name: LayerChoice(name, "", shape, torch.float32, reason=_NOWHERE)
             for name, shape in sorted(shapes.items())
         }
+        tensors = self.track(self.checkpoint.tensors(), self.checkpoint.num_tensors, _COUNTING)
         # The other tensors of a module have no known role.
-        for stored, tensor in self._tensors(lambda key: key.endswith((".weight", ".bias"))):
+        for stored, tensor in require_finite(
+            tensors, self.checkpoint.path, lambda key: key.endswith((".weight", ".bias"))
+        ):
             name, _, kind = stored.rpartition(".")
             if kind != "weight" or name not in shapes:
                 continue
@@ -364,11 +366,6 @@ class _Search:
             choice = LayerChoice(name, stored, shapes[name], tensor.dtype, transposed)
             choices[name] = self._examine(choice, tensor, reason)
         return list(choices.values()), set(shapes)
-
-    def _tensors(self, is_parameter: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        checkpoint = self.checkpoint
-        tensors = self.track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros")
-        return require_finite(tensors, checkpoint.path, is_parameter)
 
     def _reasons(
         self, model: nn.Module, modules: Mapping[str, nn.Module]
