@@ -14,9 +14,6 @@ from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_typ
 
 from mrp_ground.errors import OptionError
 
-GROUP_SIZE = 64
-"""Default of `group_size`, the columns that share a scale; read by commands without torch."""
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 _Rule = tuple[str, Callable[[Any], bool]]  # the allowed values in words, and their test
 _RULES: dict[Any, _Rule] = {
@@ -57,19 +54,24 @@ def _checked(function: Function, *, errors: Mapping[str, type[ValueError]]) -> F
     if inspect.isclass(function):
         function.__init__ = _checked(function.__init__, errors=errors)  # type: ignore[method-assign]
         return function
-    signature, hints = inspect.signature(function), functools.cache(get_type_hints)
+    signature = inspect.signature(function)
+
+    @functools.cache  # at the first call, when all names of the annotations exist
+    def rules() -> dict[str, _Rule]:
+        hints = get_type_hints(function)
+        made = {name: _rule(hints[name]) for name in signature.parameters if name in hints}
+        return {name: rule for name, rule in made.items() if rule is not None}
 
     @functools.wraps(function)
     def checking(*args: Any, **options: Any) -> Any:
         bound: dict[str, Any] = {}
         with suppress(TypeError):  # the call itself fails below, with Python's own message
             bound = signature.bind(*args, **options).arguments
-        rules = {name: _rule(hint) for name, hint in hints(function).items() if name in bound}
         if wrong := {
             name: f"`{name}` must be {rule[0]}; got {reprlib.repr(bound[name])}."
             f"{_next_step(rule, bound[name])}"
-            for name, rule in rules.items()
-            if rule is not None and not rule[1](bound[name])
+            for name, rule in rules().items()
+            if name in bound and not rule[1](bound[name])
         }:
             kinds = {errors.get(name, OptionError) for name in wrong}
             raise (kinds.pop() if len(kinds) == 1 else OptionError)(" ".join(wrong.values()))

@@ -5,9 +5,10 @@ They are apart from their meaning, in `recipe`, so that a command's help need no
 
 from dataclasses import dataclass
 
-from mrp_ground.arguments import GROUP_SIZE
 from mrp_lightning.errors import MethodError
 
+GROUP_SIZE = 64
+"""Default of `group_size`, the columns that share a scale; read by commands without torch."""
 MASK_NAMES = ("magnitude", "wanda", "S", "M", "J")
 COMPENSATION_NAMES = ("none", "S", "M", "SM")
 NAMED = {

@@ -15,8 +15,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from mrp_ground.arguments import GROUP_SIZE as GROUP_SIZE
 from mrp_ground.errors import FormatError, OptionError
+from mrp_lightning.solver.arguments import GROUP_SIZE
 
 _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
 """Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_ground.arguments import GROUP_SIZE, is_count, is_number
+from mrp_ground.arguments import is_count, is_number
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
+from mrp_lightning.solver.arguments import GROUP_SIZE, method_parts
 from mrp_lightning.solver.arguments import NAMED as NAMED
 from mrp_lightning.solver.arguments import LayerSettings as LayerSettings
-from mrp_lightning.solver.arguments import method_parts
 from mrp_lightning.solver.compensations import (
     ColumnSweep,
     Compensation,
