@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from export.loading import expand_bitmasks, load, storage_bytes
+from export.loading import load, storage_bytes
 from mrp_ground.environment import machine
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import DataError, OptionError, counted, first_line
 from mrp_lightning.models.checkpoint import build_without_weights, longest_sequence
 from mrp_lightning.models.loading import load_config, load_tokenizer
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
+from mrp_sparse.huggingface import expand_bitmasks
 from mrp_sparse.packed_linear import Bitmask4Linear
 
 log = logging.getLogger(__name__)

@@ -3,13 +3,11 @@
 Loading checks that all weights exist.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from transformers import PreTrainedModel
@@ -34,10 +32,6 @@ from mrp_lightning.models.integrity import (
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json
-from mrp_sparse.eight_bit_head import EightBitLinear
-from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear
-
-log = logging.getLogger(__name__)
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -58,40 +52,13 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from error
 
 
-@torch.no_grad()
-def expand_bitmasks(model: PreTrainedModel) -> PreTrainedModel:
-    """Make bitmasks and a head of 8 bits dense, in place, unless all of them are on a CPU.
-
-    On an H200, dense products of a few tokens take 0.2 to 0.4 times the time of Triton's products
-    of bitmasks, and no other device has kernels for these. 2:4 layers stay packed; if layers are
-    offloaded to a disk, all stay packed. `AutoModelForCausalLM.from_pretrained` keeps bitmasks
-    packed on a GPU too, which saves memory.
-    """
-    kinds = (BitmaskLinear, Bitmask4Linear, EightBitLinear)
-    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
-    slow = [layer for layer in layers if layer.weight.device.type != "cpu"]
-    if not slow or any(layer.weight.is_meta for layer in layers):
-        return model
-    log.warning(
-        "%d packed layers are made dense: dense products are faster on %s for %d of them (%s). "
-        "`AutoModelForCausalLM.from_pretrained` keeps bitmasks packed, which saves memory.",
-        len(layers),
-        slow[0].weight.device,
-        len(slow),
-        ", ".join(sorted({type(layer).__name__ for layer in slow})),
-    )
-    model.dequantize()
-    return model
-
-
 @checked
 def load(
     directory: str | os.PathLike[str], *, verify: bool = False, **options: Any
 ) -> PreTrainedModel:
     """Load a packed or dense model, and check that the directory has all of its weights.
 
-    Bitmasks that `device_map` puts on another device than a CPU are made dense; see
-    `expand_bitmasks`.
+    Bitmasks that `device_map` puts on another device than a CPU are made dense, once.
 
     Args:
         directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
@@ -181,7 +148,7 @@ def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
     ]
     if problems:
         raise FormatError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
-    return expand_bitmasks(model)
+    return model
 
 
 def storage_bytes(model: nn.Module) -> int:

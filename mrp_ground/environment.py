@@ -1,15 +1,10 @@
-"""This machine: its cache directory, and its name."""
+"""The name of this machine."""
 
 import os
 import platform
 from pathlib import Path
 
 import torch
-
-
-def cache_directory() -> Path:
-    """Return the directory of kernel times; `XDG_CACHE_HOME` moves it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrp-lightning"
 
 
 def machine(device: torch.device) -> str:

@@ -7,6 +7,7 @@ under any other name transformers would put random weights in its place.
 may still be loading: it may import only modules of transformers that are loaded by then, no models.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,6 +37,8 @@ from mrp_sparse.upstream import ignore_unexpected, was_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -114,7 +117,7 @@ class PackedQuantizer(HfQuantizer):
                 f"The checkpoint is damaged or incomplete: {', '.join(damaged)}. Export the pruned "
                 "model again."
             )
-        return model
+        return expand_bitmasks(model)
 
     def _damage_of_head(self, model: nn.Module) -> Iterator[str]:
         if (head := self._head(model)) is None:
@@ -216,6 +219,29 @@ CONFIGS: dict[str, type[PackedConfig]] = {
 """The classes of configurations by `quant_method`."""
 for _method in CONFIGS:
     register_quantizer(_method)(PackedQuantizer)
+
+
+@torch.no_grad()
+def expand_bitmasks(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Make a model dense, in place, if bitmasks or its head of 8 bits are not on a CPU.
+
+    Only CPUs multiply with these as they are stored. Elsewhere each is unpacked once, one layer
+    after the other, and the model takes the memory of the dense one. 2:4 layers stay packed, unless
+    the model has a head of 8 bits. Where layers are offloaded, all of them stay packed.
+    """
+    kinds = (BitmaskLinear, Bitmask4Linear, EightBitLinear)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    slow = [layer for layer in layers if layer.weight.device.type != "cpu"]
+    if slow and not any(layer.weight.is_meta for layer in layers):
+        log.warning(
+            "The model is made dense: %d packed layers (%s) are on %s, and only CPUs multiply with "
+            "them as they are. It takes the memory of the dense model.",
+            len(slow),
+            ", ".join(sorted({type(layer).__name__ for layer in slow})),
+            slow[0].weight.device,
+        )
+        model.dequantize()
+    return model
 
 
 def _missing(layer: FrozenLinear, names: Sequence[str]) -> list[str]:

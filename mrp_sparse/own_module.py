@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from mrp_ground.json_files import read_json
 from mrp_ground.upstream import is_conv1d
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
+from mrp_sparse.packed_linear import weight_matrix
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     """Give a module the packed layers and all weights of an exported directory.
 
     Use it for a LightningModule of your own that was pruned. The layers are replaced in place, and
-    all weights are copied to the module's devices and cast to its dtypes. If the directory does not
-    fit, nothing is changed.
+    all weights are copied to the module's devices and cast to its dtypes. Bitmasks stay packed on a
+    CPU alone: for a module on another device they are unpacked, and its layers stay dense. If the
+    directory does not fit, nothing is changed.
 
     Args:
         module: A module of the class that was pruned, with any weights, on any device but meta.
@@ -59,6 +61,9 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
             f"{directory} does not fit {type(module).__name__}, of which nothing was changed. The "
             f"module must be built as the one that was pruned:\n{listed}"
         )
+    if packed is not None and _is_unpacked_first(module, packed):
+        tensors |= _unpacked(module, packed, tensors)
+        packed = None
     if packed is not None:
         pack_modules(module, packed)
     module.load_state_dict(tensors)
@@ -68,6 +73,26 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
             "its layers, which are packed now. Call torch.backends.mha.set_fastpath_enabled(False)."
         )
     return module
+
+
+def _is_unpacked_first(module: nn.Module, packed: PackedConfig) -> bool:
+    """Return whether the layers are bitmasks, which only CPUs multiply with, for another device."""
+    layers: list[Any] = [module.get_submodule(name) for name in packed.sizes]
+    is_bitmask = packed.layer.FORMAT.row_offsets is not None
+    return is_bitmask and any(layer.weight.device.type != "cpu" for layer in layers)
+
+
+def _unpacked(
+    module: nn.Module, packed: PackedConfig, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Take the packed tensors of all layers out of `tensors`, and return their dense weights."""
+    dense, form = {}, packed.layer.FORMAT
+    for name in packed.sizes:
+        layer: Any = module.get_submodule(name)
+        stored = [tensors.pop(f"{name}.{key}") for key in ("weight", *form.companions)]
+        weight = form.unpack(*stored, weight_matrix(layer).shape[1])
+        dense[f"{name}.weight"] = weight.T if is_conv1d(layer) else weight
+    return dense
 
 
 def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mrp_ground.arguments import checked
 from mrp_ground.errors import FormatError, PatternError, TargetError
 from mrp_ground.upstream import is_conv1d as is_conv1d
-from mrp_sparse.formats import bitmask, bitmask4
+from mrp_sparse.formats import bitmask4
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
@@ -251,7 +251,12 @@ class PackedLinear(FrozenLinear):
 
     def packed(self) -> list[Tensor]:
         """Return the stored tensors, in the order of the format."""
-        return [self.weight.detach(), *map(self.get_buffer, self.FORMAT.companions)]
+        weight, *companions = self._stored()
+        return [weight.detach(), *companions]
+
+    def _stored(self) -> list[Tensor]:
+        # Not detached: a product with a weight that requires a gradient raises in its backward.
+        return [self.weight, *map(self.get_buffer, self.FORMAT.companions)]
 
     def dense_weight(self) -> Tensor:
         """Return W (out_features, in_features), with its zeros."""
@@ -299,9 +304,7 @@ class Sparse24Linear(PackedLinear):
         super().__init__(in_features, out_features, 0, bias, *options, **named)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return torch.ops.mrp_lightning.linear24(
-            x, self.weight, self.weight_meta, self.bias, self.compressed
-        )
+        return self.FORMAT.multiply(x, self._stored(), self.bias, self.compressed)
 
     def derive(self) -> None:
         """Drop the layout of cuSPARSELt, which `compress` builds."""
@@ -363,10 +366,7 @@ class BitmaskLinear(PackedLinear):
         super().__init__(in_features, out_features, num_kept, bias, *options, **named)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        # Bits that accelerate brings from the disk are there during the forward alone.
-        bits = self.weight_bits
-        offsets = bitmask.row_offsets(bits) if self.offsets is None else self.offsets
-        return torch.ops.mrp_lightning.linear_bitmask(x, self.weight, bits, offsets, self.bias)
+        return self.FORMAT.multiply(x, self._stored(), self.bias, offsets=self.offsets)
 
     def extra_repr(self) -> str:
         """Return the shape, as `nn.Linear` shows it, and the fraction of non-zero weights."""
@@ -421,18 +421,8 @@ class Bitmask4Linear(PackedLinear):
         return self.weight_scales.dtype
 
     def _multiply(self, x: Tensor) -> Tensor:
-        # As in `BitmaskLinear`: offloaded bits are there during the forward alone.
-        bits = self.weight_bits
-        offsets = bitmask4.row_offsets(bits) if self.offsets is None else self.offsets
-        return torch.ops.mrp_lightning.linear_bitmask4(
-            x,
-            self.weight,
-            bits,
-            self.weight_scales,
-            offsets,
-            self.bias,
-            self.eight_bit_activations,
-        )
+        rounds = self.eight_bit_activations
+        return self.FORMAT.multiply(x, self._stored(), self.bias, rounds, offsets=self.offsets)
 
     def extra_repr(self) -> str:
         """Return the shape, as `nn.Linear` shows it, and the bits a weight, its place included."""

@@ -24,38 +24,19 @@ def ask_for_amx() -> None:
     torch.cpu._init_amx()
 
 
-def arguments_of_cusparselt() -> set[str]:
-    """Return the names of the arguments of `matmul_cusparselt` that this torch knows.
+def compress_cusparselt(weight: Tensor) -> Tensor:
+    """Return a 2:4 weight in cuSPARSELt's layout.
 
-    Seen in torch 2.13, as the three functions below. torch's public way to cuSPARSELt,
+    Seen in torch 2.13, as the next function. torch's public way to cuSPARSELt,
     `to_sparse_semi_structured`, gives a subclass of tensors, which neither safetensors nor an
     operator of ours takes. In their place: public operators, once torch has them.
     """
-    return {argument.name for argument in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
-
-
-def compress_cusparselt(weight: Tensor) -> Tensor:
-    """Return a 2:4 weight in cuSPARSELt's layout; see `arguments_of_cusparselt`."""
     return torch._cslt_compress(weight)
 
 
-def matmul_cusparselt(
-    compressed: Tensor, x: Tensor, bias: Tensor | None, **algorithm: Any
-) -> Tensor:
-    """Return (W x)ᵀ + bias for x (in, tokens); see `arguments_of_cusparselt`."""
-    return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True, **algorithm)
-
-
-def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """Return the `alg_id`, and maybe `split_k` and `split_k_mode`, fastest for these operands.
-
-    The operator for it returns the first alone; a binding, where torch has one, returns all. See
-    `arguments_of_cusparselt`.
-    """
-    binding = getattr(torch._C, "_cusparselt", None)
-    if binding is not None and "mm_search" in dir(binding):
-        return tuple(map(int, binding.mm_search(compressed, x, bias, None, None, True)[:3]))
-    return (int(torch._cslt_sparse_mm_search(compressed, x, bias=bias, transpose_result=True)),)
+def matmul_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return (W x)ᵀ + bias for x (in, tokens); see `compress_cusparselt`."""
+    return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True)
 
 
 def was_loaded(tensor: Tensor) -> bool:

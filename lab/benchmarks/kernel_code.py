@@ -3,8 +3,8 @@
     python lab/benchmarks/kernel_code.py
     python lab/benchmarks/kernel_code.py --capability 80 --json
 
-Compiles every configuration that a device would measure, for bfloat16, and counts what its loop
-executes. Triton brings compiler and disassembler along.
+Compiles both kernels for bfloat16, and counts what their loops execute. Triton brings compiler and
+disassembler along.
 """
 
 import argparse
@@ -27,23 +27,27 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from mrp_sparse.kernels import triton_bitmask, triton_kernels
-from mrp_sparse.kernels.candidates import KERNELS, PackedWeight
+from mrp_sparse.kernels import triton_kernels
 
 COLUMNS = 65536
 """So many that no loop is unrolled whole."""
 ROWS = 256
 WARP = 32
 TOOLS = Path(nvidia.__file__).parent / "bin"
+KERNELS = {
+    "triton-gemv": (triton_kernels.gemv, 1, 4 * 256 * 2),
+    "triton-gemm": (triton_kernels.gemm, 8, 16 * 4 * 128 // 2),
+}
+"""Each kernel, a number of tokens, and the kept weights that a program reads in a step of its
+loop."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """The machine code of one configuration of a kernel, in numbers.
+    """The machine code of a kernel, in numbers.
 
     Attributes:
         kernel: Name in `KERNELS`.
-        config: Its configuration.
         registers: Registers of a thread.
         stack: Bytes of a thread's stack: registers that did not fit.
         shared: Bytes of shared memory of a program.
@@ -52,7 +56,6 @@ class Code:
     """
 
     kernel: str
-    config: dict[str, int]
     registers: int
     stack: int
     shared: int
@@ -70,7 +73,7 @@ def _device(capability: int) -> Any:
 
 
 def codes(capability: int) -> Iterator[Code]:
-    """Compile all configurations for sm_`capability`, by calling the kernels without launching."""
+    """Compile the kernels for sm_`capability`, by calling the kernels without launching."""
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -80,47 +83,31 @@ def codes(capability: int) -> Iterator[Code]:
     driver.set_active(_device(capability))
     values = torch.zeros(ROWS, COLUMNS // 2, dtype=torch.bfloat16)
     meta = torch.zeros(ROWS, COLUMNS // 8, dtype=torch.uint8)
-    weight = PackedWeight(values, meta)
+    half, bias = values.half(), torch.zeros(ROWS, dtype=torch.float16)
     with mock.patch.object(JITFunction, "run", compile_only):
-        for name, tokens in {"triton-gemv": 1, "triton-gemm": 8}.items():
+        for name, (kernel, tokens, weights) in KERNELS.items():
             x = torch.zeros(tokens, COLUMNS, dtype=torch.bfloat16)
-            for config in KERNELS[name].configs:
-                KERNELS[name].multiply(x, weight, None, **config)
-                yield _code(name, dict(config), compiled.pop())
+            kernel(x, values, meta, None)
+            yield _code(name, weights, compiled.pop())
             # Nothing of these is counted, but they have to compile: float16, and a bias.
-            half = PackedWeight(values.half(), meta)
-            bias = torch.zeros(ROWS, dtype=torch.float16)
-            KERNELS[name].multiply(x.half(), half, bias, **KERNELS[name].configs[0])
+            kernel(x.half(), half, meta, bias)
         triton_kernels.unpack(values, meta)  # it has no loop
-        _compile_bitmasks()
 
 
-def _compile_bitmasks() -> None:
-    """Compile the kernels for bitmasks, of which nothing is counted."""
-    bits, offsets = torch.zeros(ROWS, COLUMNS // 8, dtype=torch.uint8), torch.zeros(ROWS).long()
-    for dtype in (torch.bfloat16, torch.float16):
-        values, bias = torch.zeros(64, dtype=dtype), torch.zeros(ROWS, dtype=dtype)
-        scales = torch.zeros(ROWS, COLUMNS // triton_bitmask.GROUP, dtype=dtype)
-        for stored in ((values, bits, None, offsets), (values.byte(), bits, scales, offsets)):
-            triton_bitmask.product(torch.zeros(8, COLUMNS, dtype=dtype), *stored, bias)
-            triton_bitmask.unpack(*stored, COLUMNS)
-
-
-def _code(name: str, config: dict[str, int], compiled: Any) -> Code:
+def _code(name: str, weights: int, compiled: Any) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         used = _tool("cuobjdump", "--dump-resource-usage", file.name)
         listing = _tool("nvdisasm", "-c", file.name)
     loop = _loop(listing)
-    weights = _weights_a_step(name, config) / (WARP * compiled.metadata.num_warps)
+    threads = WARP * compiled.metadata.num_warps
     return Code(
         kernel=name,
-        config=config,
         registers=int(re.search(r"REG:(\d+)", used)[1]),
         stack=int(re.search(r"STACK:(\d+)", used)[1]),
         shared=compiled.metadata.shared,
-        instructions=len(loop) / weights,
+        instructions=len(loop) * threads / weights,
         barriers=sum("BAR.SYNC" in instruction for instruction in loop),
     )
 
@@ -128,13 +115,6 @@ def _code(name: str, config: dict[str, int], compiled: Any) -> Code:
 def _tool(name: str, *arguments: str) -> str:
     command = [TOOLS / name, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _weights_a_step(name: str, config: dict[str, int]) -> float:
-    """Return the number of kept weights that a program reads in one step of its loop."""
-    if name == "triton-gemv":
-        return config["rows"] * config["groups"] * 2 * config.get("unroll", 1)
-    return config["rows"] * config["columns"] * config.get("split", 1) / 2
 
 
 def _loop(listing: str) -> list[str]:
@@ -171,9 +151,8 @@ def main() -> None:
         print(f"\n| sm_{capability} | registers | stack | shared KiB | instructions | barriers |")
         print("|---|---|---|---|---|---|")
         for code in all_:
-            config = " ".join(f"{name}={value}" for name, value in code.config.items())
             print(
-                f"| {code.kernel} {config} | {code.registers} | {code.stack} "
+                f"| {code.kernel} | {code.registers} | {code.stack} "
                 f"| {code.shared / 1024:.1f} | {code.instructions:.1f} | {code.barriers} |"
             )
 

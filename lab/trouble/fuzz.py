@@ -53,8 +53,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from mrp_lightning.records.report import PruningReport
     from mrp_lightning.storage.files import MANIFEST, not_ours
     from mrp_lightning.text.documents import documents_of_files
-    from mrp_sparse.kernels.candidates import Call
-    from mrp_sparse.kernels.dispatch import KernelTimes
     from mrp_sparse.own_module import load_into
 
     def report(directory: Path, data: bytes) -> None:
@@ -166,12 +164,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         with suppress(FormatError, OptionError):
             tokenizer_fields(Checkpoint(directory, {}, [], []), LlamaConfig(vocab_size=8))
 
-    def times(directory: Path, data: bytes) -> None:
-        file = directory / "times.json"
-        file.write_bytes(data)
-        with suppress(FormatError):
-            KernelTimes.load(file).at(Call(1, 64, 64, torch.bfloat16, torch.device("cpu")))
-
     readers = (
         report,
         scores,
@@ -190,7 +182,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         modules,
         documents,
         tokenizer,
-        times,
     )
     return {reader.__name__: reader for reader in readers} | _of_vllm()
 
@@ -272,8 +263,6 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
         seeds = [b'[{"idx": 1, "name": "1", "path": "1_Pooling", "type": "models.Pooling"}]']
     elif name == "index":
         seeds = [b'{"metadata": {"total_size": 8}, "weight_map": {"a.weight": "modules.json"}}']
-    elif name == "times":
-        seeds = [_KERNEL_TIMES]
     elif name == "grids":
         seeds = [save({"0.scales": torch.ones(4, 1), "0.minima": torch.zeros(4, 1)})]
     for index, seed in enumerate(seeds):
@@ -289,17 +278,6 @@ _SMALL_TOKENIZER = json.dumps(
         ],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
         "model": {"type": "BPE", "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": ["a b"]},
-    }
-).encode()
-_KERNEL_TIMES = json.dumps(
-    {
-        "version": 1,
-        "environment": {"torch": "2.13"},
-        "measurements": [
-            {"out_features": 64, "in_features": 64, "dtype": "bfloat16", "tokens": 1}
-            | {"kernel": "triton", "config": {"rows": 16}, "microseconds": 5.0}
-            | {"low": 4.0, "high": 6.0}
-        ],
     }
 ).encode()
 

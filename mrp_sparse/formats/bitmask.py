@@ -133,5 +133,6 @@ BITMASK = PackedFormat(
     damage=damage,
     why_not=why_no_matrix,
     num_bytes=packed_bytes,
+    operator="linear_bitmask",
     row_offsets=row_offsets,
 )

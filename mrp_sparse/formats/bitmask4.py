@@ -254,5 +254,6 @@ BITMASK4 = PackedFormat(
     damage=damage,
     why_not=why_no_matrix,
     num_bytes=packed_bytes,
+    operator="linear_bitmask4",
     row_offsets=row_offsets,
 )

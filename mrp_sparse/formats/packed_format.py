@@ -1,7 +1,8 @@
 """A packed format: names for the files, and functions that turn a weight into it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class PackedFormat:
         why_not: `why_not(shape)` returns the reason why no weight of a shape has this form, or
             `None`.
         num_bytes: `num_bytes(shape, dtype, count)` returns the bytes of all tensors of a weight.
+        operator: Name of the operator in `torch.ops.mrp_lightning` that multiplies with a weight.
         row_offsets: `row_offsets(columns of the values)` returns the first index of each row in the
             values, int64 (rows,); `None` if all rows have equally many.
     """
@@ -51,7 +53,31 @@ class PackedFormat:
     damage: Callable[..., str | None]
     why_not: Callable[[tuple[int, ...]], str | None]
     num_bytes: Callable[[tuple[int, int], torch.dtype, int], int]
+    operator: str
     row_offsets: Callable[[Tensor], Tensor] | None = None
+
+    def multiply(
+        self,
+        x: Tensor,
+        tensors: Sequence[Tensor],
+        bias: Tensor | None,
+        *options: Any,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """Return x Wᵀ + bias (..., rows) for x (..., columns) by the operator of this format.
+
+        Args:
+            x: The input, in the dtype of the weight.
+            tensors: The values and companions of W.
+            bias: Added to each output, (rows,).
+            *options: The arguments of the operator after the bias.
+            offsets: The `row_offsets` of W, where the format has these; `None` computes them.
+        """
+        if self.row_offsets is not None:
+            tensors = *tensors, self.row_offsets(tensors[1]) if offsets is None else offsets
+        operator = getattr(torch.ops.mrp_lightning, self.operator)
+        product: Tensor = operator(x, *tensors, bias, *options)
+        return product
 
     @property
     def places(self) -> str:

@@ -164,4 +164,5 @@ SPARSE24 = PackedFormat(
     damage=lambda _, meta, __: _damage(meta),
     why_not=why_not_packable,
     num_bytes=lambda shape, dtype, _: _packed_bytes(shape, dtype),
+    operator="linear24",
 )

@@ -17,9 +17,6 @@ _WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
 _TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
 # NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back. torch 2.11 pins 0.8.0.
 SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
-DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
-"""The library's own choice: the number of an algorithm, in how many pieces of the columns it sums
-apart, and how these are added, −1 for any way."""
 
 
 def missing(device: torch.device) -> str | None:
@@ -29,8 +26,6 @@ def missing(device: torch.device) -> str | None:
     # The build is checked before the capability, since that question starts CUDA.
     if not torch.backends.cusparselt.is_available():
         return f"torch {torch.__version__} was built without cuSPARSELt"
-    if lacking := {"transpose_result", *DEFAULT} - upstream.arguments_of_cusparselt():
-        return f"torch {torch.__version__} calls cuSPARSELt without {sorted(lacking)}; use 2.11+"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"sparse tensor cores need sm_80 or newer; this device is sm_{major}{minor}"
@@ -60,17 +55,11 @@ def compress(weight: Tensor) -> Tensor:
     return upstream.compress_cusparselt(weight.contiguous())
 
 
-def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int) -> Tensor:
+def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Tensor:
     """Return x Wᵀ + b (tokens, out), contiguous, for x (tokens, in)."""
     # The sparse operand is the left one, hence W xᵀ, which is transposed back. Padded tokens give
     # the last rows of y, which the slice drops: rows do not influence each other.
-    return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[: x.shape[0]]
-
-
-def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
-    """Return the fastest arguments of `matmul` for these operands. Not inside a CUDA graph."""
-    algorithm = upstream.search_cusparselt(compressed, _padded(x).t(), None)
-    return DEFAULT | dict(zip(DEFAULT, algorithm, strict=False))  # or the first number alone
+    return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias)[: x.shape[0]]
 
 
 def _padded(x: Tensor) -> Tensor:

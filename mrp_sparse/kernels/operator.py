@@ -2,19 +2,21 @@
 
 They are opaque to `torch.compile` and `torch.export`: the kernel is chosen inside the operator,
 where the number of tokens is known, so that a new number needs no recompilation and every CUDA
-graph captures its own choice. On CUDA devices, `dispatch` and `bitmask_dispatch` implement the
-first three. The functions in this module are the default: they unpack the weight and multiply
-densely. On a CPU, the compiled kernels replace them once they are loaded.
+graph captures its own choice. On CUDA devices, `dispatch` implements the first. The functions in
+this module are the default: they unpack the weight and multiply densely. On a CPU, the compiled
+kernels replace them once they are loaded.
 
 Under autocast all floating operands are cast, as those of `F.linear` are.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 from torch.nn import functional as F
 
 from mrp_sparse import upstream
@@ -27,8 +29,95 @@ from mrp_sparse.kernels import compiled
 MAX_ERROR_RATIO = 1.5
 """The largest allowed error of a kernel, relative to that of the dense product in its dtype."""
 
+# `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
+_LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
 
-@torch.library.custom_op("mrp_lightning::linear24", mutates_args=())
+
+def _operator(
+    unpack: Callable[..., Tensor],
+    *,
+    stored: Sequence[str],
+    floating: Sequence[str],
+    layout: str | None = None,
+) -> Callable[[Callable[..., Tensor]], CustomOpDef]:
+    """Make an operator of a function, with its derivatives and its behaviour under autocast.
+
+    The function computes y = x Wᵀ + bias; its first argument is `x`.
+
+    Args:
+        unpack: Returns W; called with the `stored` tensors and its number of columns.
+        stored: The arguments that W is computed from.
+        floating: The arguments that autocast casts.
+        layout: An argument that holds W in another layout. It is dropped where W is cast.
+    """
+
+    def decorate(function: Callable[..., Tensor]) -> CustomOpDef:
+        names = [*inspect.signature(function).parameters]
+        packed, bias = [names.index(name) for name in stored], names.index("bias")
+        operator = torch.library.custom_op(
+            f"mrp_lightning::{function.__name__}", function, mutates_args=()
+        )
+
+        def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            del output
+            ctx.columns, ctx.num_inputs = inputs[0].shape[-1], len(inputs)
+            ctx.save_for_backward(*(inputs[i] for i in packed))
+
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            # A gradient of `None` would freeze a weight that the user believes to be trained.
+            if any(ctx.needs_input_grad[i] for i in packed):
+                raise NotImplementedError(
+                    "A packed weight cannot be trained: call `model.dequantize()` first, or freeze "
+                    "it with `weight.requires_grad_(False)`."
+                )
+            # From y = x Wᵀ + b: ∂L/∂x = ∂L/∂y · W, and ∂L/∂b is the sum of ∂L/∂y over all tokens.
+            grads: list[Tensor | None] = [None] * ctx.num_inputs
+            if ctx.needs_input_grad[0]:
+                grads[0] = grad @ unpack(*ctx.saved_tensors, ctx.columns)
+            if ctx.needs_input_grad[bias]:
+                grads[bias] = grad.sum_to_size(grad.shape[-1:])
+            return tuple(grads)
+
+        def autocast(device: str, *operands: Any) -> Any:
+            given = dict(zip(names, operands, strict=False))  # without those left at their defaults
+            cast = given | {name: _cast(given[name], device) for name in floating}
+            if layout in cast and any(cast[name] is not given[name] for name in stored):
+                cast[layout] = None
+            # Under autocast the call would come back to this function, without end.
+            with torch.autocast(device, enabled=False):
+                return operator(*cast.values())
+
+        operator.register_autograd(backward, setup_context=save)
+        for device in ("cpu", "cuda"):
+            kernel = functools.partial(autocast, device)
+            _LIBRARY.impl(function.__name__, kernel, f"Autocast{device.upper()}")
+        return operator
+
+    return decorate
+
+
+def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
+    # Autocast leaves float64 as it is, in `F.linear` too.
+    if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def check_bitmask(x: Tensor, bits: Tensor) -> None:
+    """Raise a RuntimeError if x has more or fewer columns than the bits, counted in bytes."""
+    _check_columns(bitmask.bytes_of(x.shape[-1]) == bits.shape[1])
+
+
+def _check_columns(fit: Any) -> None:
+    upstream.check(fit, "x must have the weight's columns")
+
+
+@_operator(
+    SPARSE24.unpack,
+    stored=("weight", "meta"),
+    floating=("x", "weight", "bias"),
+    layout="compressed",
+)
 def linear24(
     x: Tensor,
     weight: Tensor,
@@ -55,7 +144,15 @@ def linear24(
     return F.linear(x, spread(weight, meta), bias)
 
 
-@torch.library.custom_op("mrp_lightning::linear_bitmask", mutates_args=())
+@linear24.register_fake
+def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tensor:
+    del meta
+    # The same error as of the kernels, already while a model is traced.
+    _check_columns(x.shape[-1] == 2 * weight.shape[1])
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@_operator(BITMASK.unpack, stored=("values", "bits"), floating=("x", "values", "bias"))
 def linear_bitmask(
     x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -82,7 +179,14 @@ def linear_bitmask(
     return F.linear(x, bitmask.unpack(values, bits, x.shape[-1]), bias)
 
 
-@torch.library.custom_op("mrp_lightning::linear_bitmask4", mutates_args=())
+@linear_bitmask.register_fake
+def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) -> Tensor:
+    del values
+    check_bitmask(x, bits)
+    return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+@_operator(BITMASK4.unpack, stored=("nibbles", "bits", "scales"), floating=("x", "scales", "bias"))
 def linear_bitmask4(
     x: Tensor,
     nibbles: Tensor,
@@ -117,7 +221,21 @@ def linear_bitmask4(
     return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
 
 
-@torch.library.custom_op("mrp_lightning::linear8", mutates_args=())
+@linear_bitmask4.register_fake
+def _fake_bitmask4(
+    x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor, *_: Tensor | bool | None
+) -> Tensor:
+    del nibbles
+    check_bitmask(x, bits)
+    _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
+    return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+@_operator(
+    lambda numbers, scales, _: eight_bit.unpack(numbers, scales),
+    stored=("numbers", "scales"),
+    floating=("x", "scales", "bias"),
+)
 def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x Wᵀ + bias with W = unpack(numbers, scales).
 
@@ -135,109 +253,8 @@ def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> 
     return F.linear(x, eight_bit.unpack(numbers, scales), bias)
 
 
-def check_bitmask(x: Tensor, bits: Tensor) -> None:
-    """Raise a RuntimeError if x has more or fewer columns than the bits, counted in bytes."""
-    _check_columns(bitmask.bytes_of(x.shape[-1]) == bits.shape[1])
-
-
-def _check_columns(fit: Any) -> None:
-    upstream.check(fit, "x must have the weight's columns")
-
-
-@linear24.register_fake
-def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tensor:
-    del meta
-    # The same error as of the kernels, already while a model is traced.
-    _check_columns(x.shape[-1] == 2 * weight.shape[1])
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@linear_bitmask.register_fake
-def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) -> Tensor:
-    del values
-    check_bitmask(x, bits)
-    return x.new_empty(*x.shape[:-1], bits.shape[0])
-
-
-@linear_bitmask4.register_fake
-def _fake_bitmask4(
-    x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor, *_: Tensor | bool | None
-) -> Tensor:
-    del nibbles
-    check_bitmask(x, bits)
-    _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
-    return x.new_empty(*x.shape[:-1], bits.shape[0])
-
-
 @linear8.register_fake
 def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     del scales, bias
     _check_columns(x.shape[-1] == numbers.shape[1])
     return x.new_empty(*x.shape[:-1], numbers.shape[0])
-
-
-def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the weight's packed tensors for the gradient of the input."""
-    del output
-    x, *tensors = inputs
-    ctx.columns, ctx.num_inputs = x.shape[-1], len(inputs)
-    ctx.save_for_backward(*tensors[:stored])
-
-
-def _backward(
-    unpack: Callable[..., Tensor], bias: int, ctx: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the input and the bias (input number `bias`); `None` for others."""
-    # Input 0 is x; the packed tensors follow. A gradient of `None` for them would freeze a weight
-    # that the user believes to be trained.
-    if any(ctx.needs_input_grad[1 : 1 + len(ctx.saved_tensors)]):
-        raise NotImplementedError(
-            "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
-            "with `weight.requires_grad_(False)`."
-        )
-    # From y = x Wᵀ + b: ∂L/∂x = ∂L/∂y · W, and ∂L/∂b is the sum of ∂L/∂y over all tokens.
-    grads: list[Tensor | None] = [None] * ctx.num_inputs
-    if ctx.needs_input_grad[0]:
-        grads[0] = grad @ unpack(*ctx.saved_tensors, ctx.columns)
-    if ctx.needs_input_grad[bias]:
-        grads[bias] = grad.sum_to_size(grad.shape[-1:])
-    return tuple(grads)
-
-
-def _autocast(
-    operator: Callable[..., Tensor], floating: Sequence[int], device: str, *operands: Any
-) -> Tensor:
-    """Call an operator with its operands cast as autocast casts those of `F.linear`."""
-    cast = [
-        _cast(operand, device) if i in floating else operand for i, operand in enumerate(operands)
-    ]
-    if operator is linear24 and cast[1] is not operands[1]:
-        cast[4:] = [None]  # cuSPARSELt's layout holds the weight in its original dtype
-    # Under autocast the call would come back to this wrapper, without end.
-    with torch.autocast(device, enabled=False):
-        return operator(*cast)
-
-
-def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
-    # Autocast leaves float64 as it is, in `F.linear` too.
-    if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
-
-
-# `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
-_LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
-for _operator, _name, _unpack, _stored, _floating in (  # floating operands, the bias the last
-    (linear24, "linear24", SPARSE24.unpack, 2, (0, 1, 3)),
-    (linear_bitmask, "linear_bitmask", BITMASK.unpack, 2, (0, 1, 4)),
-    (linear_bitmask4, "linear_bitmask4", BITMASK4.unpack, 3, (0, 3, 5)),
-    (linear8, "linear8", lambda *stored: eight_bit.unpack(*stored[:2]), 2, (0, 2, 3)),
-):
-    # `partial` binds the values of this pass; a lambda would read those of the last one.
-    _operator.register_autograd(
-        functools.partial(_backward, _unpack, _floating[-1]),
-        setup_context=functools.partial(_save, _stored),
-    )
-    for _device in ("cpu", "cuda"):
-        _kernel = functools.partial(_autocast, _operator, _floating, _device)
-        _LIBRARY.impl(_name, _kernel, f"Autocast{_device.upper()}")

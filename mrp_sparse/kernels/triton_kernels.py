@@ -17,36 +17,25 @@ def interpreting() -> bool:
     return not isinstance(gemv_program, triton.runtime.JITFunction)
 
 
-def gemv(
-    x: Tensor,
-    values: Tensor,
-    meta: Tensor,
-    bias: Tensor | None,
-    *,
-    rows: int = 8,
-    groups: int = 128,
-    unroll: int = 1,
-) -> Tensor:
+def gemv(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply one token, y = W x + b: x is (1, in), y is (1, out).
 
-    Sums are in float32. In each step a thread reads four groups of a row: with another number,
-    Triton would exchange data between threads.
+    Sums are in float32.
 
     Args:
         x: Input of dtype float16 or bfloat16, like the values.
         values: Kept values (out, in / 2).
         meta: Columns of the kept values, uint8 (out, in / 8).
         bias: Added to each output, (out,), or `None`.
-        rows: Output rows of a program, a power of two.
-        groups: Groups of four columns of a step, a power of two; rows × groups is at least 128.
-        unroll: Number of steps whose loads are issued together, so that a warp waits for memory
-            less often.
     """
     out_features, columns = values.shape[0], 2 * values.shape[1]
     y = _result(1, out_features, x)
-    grid = (triton.cdiv(out_features, rows),)
+    # The fastest of nine sizes for the square layer of lab/results/gpu/llama2-7b-auto.json. In each
+    # step a thread reads four groups of a row: with another number, Triton would exchange data
+    # between threads. Four groups for each of 32 threads are 128 groups a warp.
+    rows, groups = 4, 256
     with _on(x):
-        gemv_program[grid](
+        gemv_program[(triton.cdiv(out_features, rows),)](
             _words(x, torch.int64),
             _words(values, torch.int32),
             meta,
@@ -56,49 +45,25 @@ def gemv(
             COLUMNS=columns,
             ROWS=rows,
             GROUPS=groups,
-            UNROLL=unroll,
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
-            # Four groups for each of 32 threads are 128 groups a warp.
             num_warps=rows * groups // 128,
         )
     return y.to(x.dtype)
 
 
-def gemm(
-    x: Tensor,
-    values: Tensor,
-    meta: Tensor,
-    bias: Tensor | None,
-    *,
-    tokens: int = 16,
-    rows: int = 64,
-    split: int = 1,
-    columns: int = 128,
-    stages: int = 3,
-) -> Tensor:
+def gemm(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply a few tokens, Y = X Wᵀ + b with x (tokens, in), with a packed weight as dense tiles.
 
-    Without a split a program has a warp for each 16 of its rows. With one it has a warp for each
-    part of the columns, so that few rows still make enough work.
-
-    Args:
-        x: Input of dtype float16 or bfloat16, like the values.
-        values: Kept values (out, in / 2).
-        meta: Columns of the kept values, uint8 (out, in / 8).
-        bias: Added to each output, (out,), or `None`.
-        tokens: Tokens of a program, a power of two ≥ 16.
-        rows: Output rows of a program, a power of two ≥ 16.
-        split: Number of parts of the columns, a power of two.
-        columns: Dense columns of each part in a step, a power of two ≥ 128.
-        stages: Stages of the software pipeline.
+    A program multiplies 16 tokens by 16 rows. It has a warp for each of four parts of the columns,
+    so that few rows still make enough work. The arguments are those of `gemv`.
     """
     num_tokens, width = x.shape
     out_features = values.shape[0]
     y = _result(num_tokens, out_features, x)
-    grid = (triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens))
+    tokens, rows, split, columns = 16, 16, 4, 128
     with _on(x):
-        gemm_program[grid](
+        gemm_program[(triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens))](
             _words(x, torch.int16),
             _words(values, torch.int64),
             meta,
@@ -114,16 +79,16 @@ def gemm(
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
             WIDE=interpreting(),
-            # A matrix instruction has 16 rows: a warp for each 16, or one for each part.
-            num_warps=split if split > 1 else rows // 16,
-            num_stages=stages,
+            num_warps=split,
+            num_stages=3,
         )
     return y.to(x.dtype)
 
 
-def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) -> Tensor:
+def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """Return the dense weight (out, in) of 16-bit values, bit by bit, in one pass over memory."""
     out_features, width = values.shape[0], 2 * values.shape[1]
+    rows, groups = 8, 128
     # A group of four columns of 16 bits is one int64, which a thread writes at once.
     y = torch.empty(out_features, width // 4, dtype=torch.int64, device=values.device)
     grid = (triton.cdiv(out_features, rows), triton.cdiv(width // 4, groups))

@@ -31,14 +31,13 @@ def gemv_program(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    UNROLL: tl.constexpr,
     BF16: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Multiply one token by ROWS rows, GROUPS groups a step, with UNROLL steps' loads at once."""
+    """Multiply one token by ROWS rows, GROUPS groups a step."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     partial = tl.zeros([ROWS, GROUPS], tl.float32)
-    for start in tl.range(0, COLUMNS // 4, GROUPS, loop_unroll_factor=UNROLL):
+    for start in tl.range(0, COLUMNS // 4, GROUPS, loop_unroll_factor=1):
         group = start + tl.arange(0, GROUPS)
         inside = (row < out_features)[:, None] & (group < COLUMNS // 4)[None, :]
         two = tl.load(
@@ -119,18 +118,12 @@ def gemm_program(  # type: ignore[no-untyped-def]
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[None, :]
     # Two groups are one byte of meta and one word of values: tiles of one shape, so that decoding
-    # exchanges nothing between threads.
-    if SPLIT == 1:
-        weight_row, x_token = row, token
-        weight_pair = tl.arange(0, PAIRS)[None, :]
-        x_column = tl.arange(0, 8 * PAIRS)[:, None]
-        y = tl.zeros([ROWS, TOKENS], tl.float32)
-    else:  # a batch of products, one a warp
-        weight_row, x_token = row[None, :, :], token[None, :, :]
-        part = tl.arange(0, SPLIT)[:, None] * PAIRS
-        weight_pair = (part + tl.arange(0, PAIRS)[None, :])[:, None, :]
-        x_column = (8 * part + tl.arange(0, 8 * PAIRS)[None, :])[:, :, None]
-        y = tl.zeros([SPLIT, ROWS, TOKENS], tl.float32)
+    # exchanges nothing between threads. They make a batch of products, one a warp.
+    weight_row, x_token = row[None, :, :], token[None, :, :]
+    part = tl.arange(0, SPLIT)[:, None] * PAIRS
+    weight_pair = (part + tl.arange(0, PAIRS)[None, :])[:, None, :]
+    x_column = (8 * part + tl.arange(0, 8 * PAIRS)[None, :])[:, :, None]
+    y = tl.zeros([SPLIT, ROWS, TOKENS], tl.float32)
     for start in range(0, COLUMNS // 8, SPLIT * PAIRS):
         pair = start + weight_pair
         inside = (weight_row < out_features) & (pair < COLUMNS // 8)
@@ -151,8 +144,7 @@ def gemm_program(  # type: ignore[no-untyped-def]
         inside = (x_token < tokens) & (column < COLUMNS)
         x = tl.load(x_ptr + x_token * COLUMNS + column, mask=inside, other=0)
         y = tl.dot(_operand(weight, BF16, WIDE), _operand(x, BF16, WIDE), y)
-    if SPLIT > 1:
-        y = tl.sum(y, 0)
+    y = tl.sum(y, 0)
     if BIAS:
         y += tl.load(bias_ptr + row, mask=row < out_features, other=0).to(tl.float32)
     tl.store(

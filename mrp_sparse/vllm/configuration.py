@@ -70,8 +70,8 @@ class PackedConfig(QuantizationConfig):
     def get_min_capability(cls) -> int:
         """Return the compute capability of CUDA devices, in tenths, from which it runs.
 
-        All formats have kernels by Triton, which supports 8.0 and later. On older devices every
-        product would unpack its weight.
+        2:4 has kernels by Triton, which supports 8.0 and later: on older devices every product
+        would unpack its weight. Bitmasks are made dense on any.
         """
         return 80
 

@@ -8,7 +8,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from mrp_sparse.formats import eight_bit
 from mrp_sparse.formats.packed_format import PackedFormat
-from mrp_sparse.kernels import operator
 from mrp_sparse.vllm.linear import PackedMethod
 
 
@@ -30,6 +29,7 @@ EIGHT_BIT = PackedFormat(
     damage=lambda codes, scales, _: eight_bit.damage(codes, scales),
     why_not=lambda shape: eight_bit.why_not_rounded(shape[1]),
     num_bytes=lambda shape, dtype, _: shape[0] * (shape[1] + dtype.itemsize),
+    operator="linear8",
 )
 """The stored form of a head, with the functions of a packed format: `PackedMethod` reads it."""
 
@@ -39,10 +39,6 @@ class EightBitMethod(PackedMethod):
 
     def __init__(self) -> None:
         super().__init__(EIGHT_BIT)
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the logits x Wᵀ + bias for x (..., columns)."""
-        return operator.linear8(x, layer.weight, layer.weight_scales, bias)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Return the embeddings (..., columns) of token ids (...)."""

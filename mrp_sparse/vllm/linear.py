@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearMethodBase,
@@ -27,10 +28,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from mrp_ground.errors import FormatError
 from mrp_sparse.formats import slices
-from mrp_sparse.formats.bitmask import BITMASK
-from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
-from mrp_sparse.kernels import compiled, huge_pages, operator
+from mrp_sparse.kernels import compiled, huge_pages
 from mrp_sparse.upstream import ask_for_amx
 from mrp_sparse.vllm.marks import as_in_file, is_from_file
 
@@ -190,7 +189,7 @@ class PackedMethod(LinearMethodBase):
                 f"{input_size} columns, and {self.form.quant_method} is cut at multiples of {cut}. "
                 "Choose another `tensor_parallel_size`."
             )
-        layer.packed_parts = {}
+        layer.packed_parts, layer.packed_columns = {}, columns
         receive = functools.partial(
             self._receive,
             layer,
@@ -255,7 +254,7 @@ class PackedMethod(LinearMethodBase):
             layer.register_buffer("weight_offsets", offsets, persistent=False)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that the layer was read whole, and load the compiled kernels on a CPU.
+        """Check that the layer was read whole; make bitmasks dense, unless they are on a CPU.
 
         Raises:
             FormatError: Tensors are damaged or missing.
@@ -265,17 +264,22 @@ class PackedMethod(LinearMethodBase):
         if layer.weight.device.type == "cpu":
             compiled.load()  # before torch.compile traces the operators
             ask_for_amx()  # vLLM's attention uses it
+        elif self.form.row_offsets is not None:  # only CPUs multiply with bitmasks as they are
+            dense = self.form.unpack(*self._tensors(layer), layer.packed_columns)
+            layer.weight = nn.Parameter(dense, requires_grad=False)
+            for name in (*self.form.companions, "weight_offsets"):
+                delattr(layer, name)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + bias for x (..., columns)."""
-        if self.form is BITMASK:
-            return operator.linear_bitmask(
-                x, layer.weight, layer.weight_bits, layer.weight_offsets, bias
-            )
-        if self.form is BITMASK4:
-            stored = layer.weight, layer.weight_bits, layer.weight_scales, layer.weight_offsets
-            return operator.linear_bitmask4(x, *stored, bias)
-        return operator.linear24(x, layer.weight, layer.weight_meta, bias)
+        if not hasattr(layer, self.form.places):
+            return F.linear(x, layer.weight, bias)  # it was made dense
+        offsets = getattr(layer, "weight_offsets", None)
+        return self.form.multiply(x, self._tensors(layer), bias, offsets=offsets)
+
+    def _tensors(self, layer: Any) -> list[Tensor]:
+        """Return the packed tensors of a layer."""
+        return [getattr(layer, name) for name in names_of(self.form)]
 
 
 class PartlyPackedMethod(UnquantizedLinearMethod):
