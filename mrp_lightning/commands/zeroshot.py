@@ -1,29 +1,216 @@
-"""`mrp-lightning zeroshot MODEL`: run lm-eval's tasks on a checkpoint and keep the results."""
+"""`mrp-lightning zeroshot MODEL`: run tasks of EleutherAI's lm-eval and record the scores.
 
+The prompts, the scores and their standard errors are lm-eval's own, so that values compare with
+published ones.
+"""
+
+import difflib
 import json
+import logging
 import os
-import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from mrp_lightning.commands.command import add_model_options, make_parser, number_from
-from mrp_lightning.errors import OptionError
-from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
-from mrp_lightning.records.evaluation import (
-    BY_LENGTH,
-    NAME,
-    Scores,
-    mean_accuracy,
-    metrics,
-    read,
-    record,
-    standard_error,
-)
-from mrp_lightning.terminal import Console
+from mrp_lightning.environment import extra, progress_log, why_no_hub
+from mrp_lightning.errors import DataError, MissingFileError, OptionError
+from mrp_lightning.records import evaluation
+from mrp_lightning.records.evaluation import Scores
+from mrp_lightning.storage.files import save_text
+from mrp_lightning.upstream.other_names import hub_away
+
+if TYPE_CHECKING:
+    from mrp_lightning.loop.causal_lm import CausalLM
+
+PAPER_TASKS = ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
+"""The tasks of the paper's table of Mamba models."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks and groups with their data, and lm-eval's manager of them, for any number of models."""
+
+    manager: Any
+    loaded: list[Any]
+    by_name: Mapping[str, Any]
+    """All tasks, including the members of groups."""
+
+    def checksums(self) -> dict[str, int]:
+        """Return the CRC-32 of each task's prompts and answers, over all of its samples."""
+        for task in self.by_name.values():
+            task.build_all_requests()
+        return {name: _checksum(task) for name, task in self.by_name.items()}
+
+
+def load_tasks(
+    names: Sequence[str],
+    *,
+    include_path: str | os.PathLike[str] | None = None,
+    num_fewshot: int = 0,
+) -> Tasks:
+    """Find tasks or groups of lm-eval by name, and read their data.
+
+    Args:
+        names: The names; `*` and `?` are wildcards.
+        include_path: A directory with YAML files of more tasks, which take precedence.
+        num_fewshot: Number of solved examples in each prompt, unless a task fixes it to 0.
+
+    Raises:
+        DependencyError: lm-eval is not installed.
+        MissingFileError: `include_path` is no directory.
+        OptionError: A name matches no task; the nearest names are listed.
+        DataError: Data sets cannot be read; the message lists all of them.
+    """
+    with extra("zeroshot", "Running zero-shot tasks"):
+        import lm_eval.models.huggingface  # noqa: F401  (needs accelerate, too)
+    # All names are matched before any data are read: a misspelt last name costs no download.
+    manager, matching = _matching(names, include_path)
+    if away := why_no_hub():
+        progress_log.warning("Data sets are read from the cache alone: %s.", away)
+    tasks: dict[str, Any] = {}
+    loaded: list[Any] = []
+    missing = []
+    for name in matching:
+        try:
+            with hub_away() if away else nullcontext():
+                content = manager.load([name])
+        except (OSError, ValueError) as error:  # ConnectionError and FileNotFoundError are OSErrors
+            data = (manager.task_index[name].cfg or {}).get("dataset_path")
+            missing.append(f"{name} (dataset {data}: {error})")
+            continue
+        tasks |= content["tasks"]
+        # A group stays whole, so that lm-eval aggregates its members as the group asks for.
+        group = content["groups"].get(name)
+        loaded += content["tasks"].values() if group is None else [group]
+    if missing:
+        raise DataError(
+            f"the data of these tasks cannot be read: {'; '.join(missing)}. "
+            "`datasets.load_dataset` downloads them, on a machine with a network, into "
+            "~/.cache/huggingface (`HF_HOME`), which can be copied here; or describe local files "
+            "of the same schema as YAML tasks and name their directory with `include_path`.",
+            "tasks",
+        )
+    for task in tasks.values():
+        if task.get_config("num_fewshot") != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+    return Tasks(manager, loaded, tasks)
+
+
+def _matching(
+    names: Sequence[str], include_path: str | os.PathLike[str] | None
+) -> tuple[Any, list[str]]:
+    """Return lm-eval's manager of tasks, and the names of all tasks and groups that match."""
+    from lm_eval.tasks import TaskManager
+
+    path = None if include_path is None else Path(include_path).expanduser()
+    if path is not None and not path.is_dir():
+        raise MissingFileError(f"there is no directory {include_path}.", "include_path")
+    # lm-eval's own index takes seconds, and is left out where the directory has all tasks.
+    manager = TaskManager(include_path=path, include_defaults=path is None)
+    if path is not None and not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=path)
+    matching = {name: manager.match_tasks([name]) for name in names}
+    if unknown := [name for name, matches in matching.items() if not matches]:
+        nearest = {name: difflib.get_close_matches(name, manager.all_tasks) for name in unknown}
+        listed = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
+        raise OptionError(
+            f"lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; a directory "
+            "with tasks of your own is given as `include_path`.",
+            "tasks",
+        )
+    return manager, list(dict.fromkeys(chain(*matching.values())))
+
+
+def evaluate(
+    model: "CausalLM", tasks: Tasks, *, batch_size: int | str = 8, limit: int | None = None
+) -> dict[str, Any]:
+    """Run tasks on the device where a model is; return lm-eval's results and their `checksums`.
+
+    `batch_size` may be `auto`, and affects only rounding; of each task, `limit` samples are taken.
+    A model without a tokenizer raises a DataError.
+    """
+    if model.tokenizer is None:
+        raise DataError(
+            "Zero-shot tasks are texts, but the model comes without a tokenizer. Save one beside "
+            "the model: `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)`."
+        )
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with _one_process():
+        results: dict[str, Any] = simple_evaluate(
+            model=HFLM(model.model, tokenizer=model.tokenizer, batch_size=batch_size),
+            tasks=tasks.loaded,
+            task_manager=tasks.manager,
+            limit=limit,
+            # Resamples for the standard errors that have no closed form. Of one sample, the
+            # standard deviation is undefined: lm-eval would divide by zero.
+            bootstrap_iters=0 if limit == 1 else 1000,
+            log_samples=False,
+        )
+    checksums = {name: _checksum(task) for name, task in tasks.by_name.items()}
+    return {**results, "checksums": checksums}
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Keep lm-eval from forking, which can hang once torch has threads, and from its warnings."""
+    logger, name = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC"
+    level, value = logger.level, os.environ.get(name)
+    logger.setLevel(logging.ERROR)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        del os.environ[name]
+        os.environ |= {} if value is None else {name: value}
+
+
+def _checksum(task: Any) -> int:
+    """Return the CRC-32 of the requests of a task, which were built before."""
+    parts = ((x.doc_id, x.request_type, x.arguments) for x in task.instances)
+    return crc32("".join(json.dumps(part, default=str) for part in parts).encode())
+
+
+def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
+    """Return metrics, standard errors, sizes and checksums by task, as in `evaluation.json`.
+
+    A metric that lm-eval computes after a filter is called `metric,filter`. Members of groups that
+    have metrics themselves get a `depth`, the number of these groups.
+    """
+    summary: dict[str, dict[str, Any]] = {}
+    for task, row in results["results"].items():
+        # lm-eval's keys are `metric,filter`; others, such as `alias`, are no metrics. A missing
+        # standard error is "N/A".
+        scores = {
+            key.removesuffix(",none"): float(value)
+            for key, value in row.items()
+            if "," in key and isinstance(value, int | float)
+        }
+        if scores:  # a group without metrics of its own has none
+            sizes = [results["n-samples"].get(x) for x in {task, *_members(results, task)}]
+            scores["samples"] = sum(size["effective"] for size in sizes if size)
+            facts = {"num_fewshot": results["n-shot"], "checksum": results.get("checksums", {})}
+            summary[task] = scores | {key: x[task] for key, x in facts.items() if task in x}
+    depths = Counter(member for task in summary for member in set(_members(results, task)))
+    for task in depths.keys() & summary.keys():
+        summary[task]["depth"] = depths[task]
+    return {**summary}
+
+
+def _members(results: Mapping[str, Any], group: str) -> Iterator[str]:
+    """Yield the tasks and groups that a group of tasks contains, also by other groups."""
+    for member in results.get("group_subtasks", {}).get(group, []):
+        yield member
+        yield from _members(results, member)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -31,10 +218,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(args)
     with parser.options_in_messages():
-        _evaluate(options)
+        _run(options)
 
 
-def _evaluate(options: Namespace) -> None:
+def _run(options: Namespace) -> None:
     """Run the tasks of a command line on its model, then print and write the results."""
     # Imported late, since help and mistakes need not wait for torch, Lightning and transformers.
     from mrp_lightning.devices import device_named
@@ -42,98 +229,61 @@ def _evaluate(options: Namespace) -> None:
     device = device_named(options.device)
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
-        raise OptionError("`--tasks`: expected names of tasks, separated by commas.")
+        raise OptionError("expected names of tasks, separated by commas.", "tasks")
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.models.gguf import located
     from mrp_lightning.models.loading import load_config
 
+    # Outputs, records, configuration and tasks are checked before the weights are loaded.
+    out = options.out and options.out.absolute()
+    if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        raise OptionError(f"expected a file in a directory that can be written. Got {out}.", "out")
     options.model = located(options.model, options.gguf_file, options.revision)
-    if options.out is not None:
-        # Outputs, records, configuration and tasks are checked in the order of their cost, all
-        # before the weights are loaded: an evaluation takes hours.
-        _check_writable(options.out)
-    if (Path(options.model).expanduser() / NAME).exists():
-        read(Path(options.model).expanduser())  # raises early if the existing file is damaged
+    directory = Path(options.model).expanduser()
+    recorded = evaluation.Evaluation()
+    if (directory / evaluation.NAME).exists():
+        recorded = evaluation.read(directory)
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(options.model, **hub)
     tasks = load_tasks(names, include_path=options.include_path, num_fewshot=options.num_fewshot)
     model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
-    results = evaluate(
-        model.model, model.tokenizer, tasks, batch_size=options.batch_size, limit=options.limit
-    )
-    summary = summarize(results)
-    _print_results(options.model, summary)
-    _write(options, results, summary)
+    results = evaluate(model, tasks, batch_size=options.batch_size, limit=options.limit)
+    _write(options, out, results, recorded)
 
 
-def _print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
-    """Print every metric with its standard error, and the mean of the accuracies."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(title=model, title_justify="left")
-    table.add_column("task", overflow="fold")
-    for column in ("samples", "shots"):
-        table.add_column(column, justify="right")
-    table.add_column("metric")
-    for column in ("value", "± standard error"):
-        table.add_column(column, justify="right")
-    for task, scores in zeroshot.items():
-        sizes = [_number(scores.get(key), ",") for key in ("samples", "num_fewshot")]
-        for metric, value in metrics(scores).items():
-            error = standard_error(scores, metric)
-            table.add_row(task, *sizes, metric, _number(value), _number(error))
-            task, sizes = "", ["", ""]
-    if (mean := mean_accuracy(zeroshot)) is not None:
-        table.add_section()
-        table.add_row("mean accuracy", "", "", "", _number(mean), "")
-    console.print(table)
-    if by_length := sorted(BY_LENGTH & zeroshot.keys()):
-        console.print(f"The mean takes acc_norm of {' and '.join(by_length)}, acc of the others.")
+def _write(
+    options: Namespace,
+    out: Path | None,
+    results: Mapping[str, Any],
+    recorded: evaluation.Evaluation,
+) -> None:
+    """Print results, write them to `out`, and add them to what is `recorded` beside the model."""
+    from lm_eval.utils import handle_non_serializable, make_table
 
-
-def _write(options: Namespace, results: Mapping[str, Any], summary: Mapping[str, Scores]) -> None:
-    """Write the results, and print where."""
-    directory = Path(options.model).expanduser()
-    is_writable = directory.is_dir() and os.access(directory, os.W_OK)
-    if is_writable:
-        there = read(directory).zeroshot if (directory / NAME).exists() else {}
-        # A quick look with `--limit` must not replace the result of all samples.
-        fuller = [task for task in summary if _samples(there, task) > _samples(summary, task)]
-        added_tasks = {task: scores for task, scores in summary.items() if task not in fuller}
-        path = record(directory, zeroshot=added_tasks, model=options.model)
-        print(f"Recorded in {path}")
-        for task in fuller:
-            print(
-                f"but for {task}: {_samples(there, task)} samples are recorded there, these were "
-                f"{_samples(summary, task)}"
-            )
-    if options.out is not None:
-        from lm_eval.utils import handle_non_serializable
-
+    summary, directory = summarize(results), Path(options.model).expanduser()
+    print(make_table(results))
+    if (mean := evaluation.mean_accuracy(summary)) is not None:
+        by_length = " and ".join(sorted(evaluation.BY_LENGTH & summary.keys()))
+        of = f", of acc_norm of {by_length} and acc of the others" if by_length else ""
+        print(f"mean accuracy: {mean:.4f}{of}")
+    if out:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        options.out.write_text(text + "\n", encoding="utf-8")
+        save_text(out, text + "\n")
         print(f"lm-eval's results are in {options.out}")
-    elif not is_writable:
+    if directory.is_dir() and os.access(directory, os.W_OK):
+        # A quick look with `--limit` must not replace the result of all samples.
+        sizes = {task: recorded.zeroshot.get(task, {}).get("samples") or 0 for task in summary}
+        fuller = {task: n for task, n in sizes.items() if n > (summary[task]["samples"] or 0)}
+        added = {task: scores for task, scores in summary.items() if task not in fuller}
+        path = evaluation.record(directory, zeroshot=added, model=options.model)
+        print(f"Recorded in {path}")
+        for task, n in fuller.items():
+            print(f"but for {task}: {n} samples are recorded there, these were fewer")
+    elif not out:
         print(
             f"Not recorded: {options.model} is no local directory that can be written. "
             "`--out FILE` keeps the results."
         )
-
-
-def _samples(zeroshot: Mapping[str, Scores], task: str) -> float:
-    return zeroshot.get(task, {}).get("samples") or 0
-
-
-def _number(value: float | int | None, style: str = ".4f") -> str:
-    return "" if value is None else f"{value:{style}}"
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise OptionError(f"`--out`: expected a file, but {path} is a directory.")
-    if not path.absolute().parent.is_dir():
-        raise OptionError(f"`--out`: there is no directory {path.parent}. Create it first.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise PermissionError(f"`--out`: {path} cannot be written.")
 
 
 def _parser() -> Any:

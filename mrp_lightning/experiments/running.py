@@ -19,10 +19,10 @@ from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.commands.arguments_given import Argument
 from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.commands.parser import Parser
+from mrp_lightning.commands.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
-from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.experiments.inputs import changes, digests
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import scores_of
@@ -264,7 +264,7 @@ def _evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
 def _zeroshot(cli: RunConfiguration, tasks: Tasks) -> Mapping[str, Scores]:
     model = cli.model.to(cli.trainer.strategy.root_device)  # `test` leaves it on the CPU
     assert isinstance(model, CausalLM)
-    return summarize(evaluate(model.model, model.tokenizer, tasks))
+    return summarize(evaluate(model, tasks))
 
 
 def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDirectory]:

@@ -11,8 +11,8 @@ import pandas as pd
 
 from mrp_lightning.commands import numbers
 from mrp_lightning.commands.numbers import MISSING, Write
+from mrp_lightning.commands.zeroshot import PAPER_TASKS
 from mrp_lightning.environment import versions
-from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.records.evaluation import (

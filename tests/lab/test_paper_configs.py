@@ -10,7 +10,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from paper import paper_values
 
-from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
+from mrp_lightning.commands.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.sweep_command import read_sweep

@@ -33,7 +33,6 @@ ORDER = {
         "journal",
         "narrowing",
         "pruning",
-        "evaluation",
         "loop",
         "data",
         "callbacks",

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning import CausalLM
-from mrp_lightning.evaluation.zeroshot import evaluate, load_tasks, summarize
+from mrp_lightning.commands.zeroshot import evaluate, load_tasks, summarize
 from mrp_lightning.records.evaluation import accuracy, averaged, mean_accuracy
 
 TASKS = ("continuation", "last_word", "rolling")
@@ -97,17 +97,15 @@ def tasks(task_directory):
     return load_tasks(TASKS, include_path=task_directory)
 
 
+def scores(directory, tasks, batch_size=4, limit=None, **options):
+    model = CausalLM(directory, dtype="float32", **options)
+    return summarize(evaluate(model, tasks, batch_size=batch_size, limit=limit))
+
+
 @pytest.fixture(scope="module")
 def found(checkpoints, tasks):
     """Figures of all checkpoints, from the same tasks."""
-
-    def run(kind):
-        model = CausalLM(checkpoints[kind], dtype="float32")
-        return summarize(
-            evaluate(model.model, model.tokenizer, tasks, batch_size=4, bootstrap_iters=100)
-        )
-
-    return {kind: run(kind) for kind in checkpoints}
+    return {kind: scores(directory, tasks) for kind, directory in checkpoints.items()}
 
 
 @pytest.mark.parametrize("kind", ["dense", "pruned"])
@@ -138,34 +136,28 @@ def test_a_packed_checkpoint_gives_the_figures_of_the_pruned_one(found):
 
 def test_tasks_run_on_the_models_device(second, found, checkpoints, tasks):
     model = CausalLM(checkpoints["packed"], dtype="float32", attn_implementation="eager").to(second)
-    there = summarize(
-        evaluate(model.model, model.tokenizer, tasks, batch_size=4, bootstrap_iters=100)
-    )
-    assert there.keys() == found["packed"].keys()
-    for task, figures in there.items():
-        assert figures == pytest.approx(found["packed"][task], rel=1e-4)
+    same_but_for_rounding(summarize(evaluate(model, tasks, batch_size=4)), found["packed"])
 
 
 def test_the_batch_size_changes_nothing_but_rounding(found, checkpoints, tasks):
-    model = CausalLM(checkpoints["dense"], dtype="float32")
-    again = summarize(
-        evaluate(model.model, model.tokenizer, tasks, batch_size=1, bootstrap_iters=100)
-    )
-    assert again.keys() == found["dense"].keys()
-    for task, figures in again.items():
-        assert figures == pytest.approx(found["dense"][task], rel=1e-4)
+    same_but_for_rounding(scores(checkpoints["dense"], tasks, batch_size=1), found["dense"])
+
+
+def same_but_for_rounding(found, expected):
+    assert found.keys() == expected.keys()
+    for task, figures in found.items():
+        assert figures == pytest.approx(expected[task], rel=1e-4)
 
 
 def test_solved_examples_are_put_before_the_sample(checkpoints, task_directory):
-    model = CausalLM(checkpoints["dense"], dtype="float32")
-
-    def last_word(num_fewshot):
-        tasks = load_tasks(["last_word"], include_path=task_directory, num_fewshot=num_fewshot)
-        return summarize(
-            evaluate(model.model, model.tokenizer, tasks, limit=4, bootstrap_iters=100)
+    none, one = (
+        scores(
+            checkpoints["dense"],
+            load_tasks(["last_word"], include_path=task_directory, num_fewshot=number),
+            limit=4,
         )["last_word"]
-
-    none, one = last_word(0), last_word(1)
+        for number in (0, 1)
+    )
     assert (none["num_fewshot"], one["num_fewshot"]) == (0, 1)
     assert none["samples"] == one["samples"] == 4
     assert none["perplexity"] != one["perplexity"]
@@ -208,13 +200,8 @@ def test_members_of_a_group_are_in_its_mean_and_not_in_that_of_all(
     average = {"metric": "acc", "aggregation": "mean", "weight_by_size": False}
     pair = {"task": ["continuation", "last_word"], "aggregate_metric_list": [average]}
     (tmp_path / "tasks" / "pair.yaml").write_text(yaml.safe_dump({"group": "pair", **pair}))
-    model = CausalLM(checkpoints["dense"])
-
-    def run(*names):
-        tasks = load_tasks(names, include_path=tmp_path / "tasks")
-        return summarize(evaluate(model.model, model.tokenizer, tasks, limit=4))
-
-    found = run("pair")
+    tasks = load_tasks(["pair"], include_path=tmp_path / "tasks")
+    found = scores(checkpoints["dense"], tasks, limit=4)
     accuracies = [found[name]["acc"] for name in ("continuation", "last_word")]
     assert found["pair"]["acc"] == pytest.approx(sum(accuracies) / 2)
     assert [found[name].get("depth") for name in ("pair", "continuation")] == [None, 1]
@@ -231,7 +218,6 @@ def test_no_process_is_forked(checkpoints, tasks, monkeypatch):
         raise AssertionError("a fork can hang where torch has started threads")
 
     monkeypatch.setattr("multiprocessing.Pool", refuse)
-    model = CausalLM(checkpoints["dense"])
-    found = summarize(evaluate(model.model, model.tokenizer, tasks, limit=4, bootstrap_iters=100))
+    found = scores(checkpoints["dense"], tasks, limit=4)
     assert found["last_word"]["perplexity_stderr"] > 0
     assert "DISABLE_MULTIPROC" not in os.environ

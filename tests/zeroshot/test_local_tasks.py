@@ -10,7 +10,7 @@ pytest.importorskip("lm_eval", reason="needs the extra zeroshot")
 from jinja2 import Template
 from lm_eval import tasks as own_tasks
 
-from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, load_tasks
+from mrp_lightning.commands.zeroshot import PAPER_TASKS, load_tasks
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "zeroshot"
 OWN = Path(own_tasks.__file__).parent
@@ -75,33 +75,24 @@ def own(name: str) -> dict[str, str]:
     return yaml.safe_load(text)
 
 
-def test_piqa_is_asked_as_by_lm_eval(prompts):
-    template = own("piqa/piqa.yaml")["doc_to_text"]
-    assert prompts["piqa"] == (Template(template).render(goal=GOAL), SOLUTIONS, 1)
+def rendered(template: str, **sample: str) -> str:
+    return Template(template).render(**sample)
 
 
-@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge"])
-def test_arc_is_asked_as_by_lm_eval(prompts, name):
-    template = own("arc/arc_easy.yaml")["doc_to_text"]
-    asked = Template(template).render(question="What melts?")
-    assert prompts[name] == (asked, QUESTION["text"], 2)
-
-
-def test_lambada_is_asked_as_by_lm_eval(prompts):
-    templates = own("lambada/lambada_openai.yaml")
-    context, word = (
-        Template(templates[key]).render(text=LAMBADA) for key in ("doc_to_text", "doc_to_target")
-    )
-    assert prompts["lambada_openai"] == (context, None, word)
-
-
-def test_winogrande_is_asked_as_by_lm_eval(prompts):
+def test_prompts_are_those_of_lm_evals_own_tasks(prompts):
     from lm_eval.tasks.winogrande import preprocess_winogrande as wino
 
+    asked = rendered(own("piqa/piqa.yaml")["doc_to_text"], goal=GOAL)
+    assert prompts["piqa"] == (asked, SOLUTIONS, 1)
+    asked = rendered(own("arc/arc_easy.yaml")["doc_to_text"], question="What melts?")
+    assert prompts["arc_easy"] == prompts["arc_challenge"] == (asked, QUESTION["text"], 2)
+    lambada = own("lambada/lambada_openai.yaml")
+    context, word = (
+        rendered(lambada[key], text=LAMBADA) for key in ("doc_to_text", "doc_to_target")
+    )
+    assert prompts["lambada_openai"] == (context, None, word)
     row = {"sentence": SENTENCE, "option1": "Sarah", "option2": "Maria", "answer": "1"}
     expected = (wino.doc_to_text(row), wino.doc_to_choice(row), wino.doc_to_target(row))
     assert prompts["winogrande"] == expected
-
-
-def test_hellaswag_keeps_quotes_and_words_that_tables_take_for_nothing(prompts):
+    # Quotes and words that tables take for nothing are kept.
     assert prompts["hellaswag"] == ('Sitting: A man "sits". he', ENDINGS, 3)

@@ -1,1 +1,0 @@
-"""Measure the perplexity and the zero-shot accuracy of a model."""
