@@ -5,25 +5,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
-from transformers.cache_utils import DynamicLayer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from mrp_lightning.calibration.walks import replaced
 from mrp_lightning.errors import DataError, TargetError
-from mrp_lightning.upstream.transformers_names import takes_any_cache
 
 log = logging.getLogger(__name__)
 
@@ -76,50 +66,6 @@ class Sampling:
             return self.prefix.expand(len(uniforms), -1)
         # ⌊u·n⌋ < n as u < 1; in float32 the product could be rounded up to n.
         return self.first[(uniforms[:, :1].double() * len(self.first)).long()]
-
-
-class FilledLayer(DynamicLayer):
-    """Keys and values of a full-attention layer, preallocated for `length` tokens."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add keys and values (windows, heads, tokens, size); return all so far, as views."""
-        added = key_states, value_states
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._room = [
-                states.new_empty(*states.shape[:2], self._length, states.shape[3])
-                for states in added
-            ]
-            self.keys, self.values = (room[:, :, :0] for room in self._room)
-        start = self.get_seq_length()
-        stop = start + key_states.shape[2]
-        for room, states in zip(self._room, added, strict=True):
-            # Written into preallocated memory: `DynamicLayer` concatenates, which copies all
-            # earlier keys for every token, O(length²) in all, and holds two copies meanwhile.
-            room[:, :, start:stop] = states
-        self.keys, self.values = (room[:, :, :stop] for room in self._room)
-        return self.keys, self.values
-
-
-def _cache(model: PreTrainedModel, length: int) -> dict[str, Cache]:
-    """Return a preallocated cache, as keyword arguments; none for a model that makes its own.
-
-    Layers with a sliding window hold that window alone, and recurrent layers their state.
-    """
-    if not takes_any_cache(model) or "past_key_values" not in signature(model.forward).parameters:
-        return {}
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    # `type`, not `isinstance`: a layer with a sliding window is a subclass, and keeps fewer tokens.
-    cache.layers = [
-        FilledLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
-    return {"past_key_values": cache}
 
 
 class _InverseTransform(LogitsProcessor):
@@ -186,7 +132,7 @@ def write(
     with _able_to_write(model):
         uniforms = sampling.uniforms(windows)
         starts = sampling.starts(uniforms)
-        written = _generate(model, starts, uniforms, report, _cache(model, sampling.length))
+        written = _generate(model, starts, uniforms, report)
         # One window suffices as a rule: a faulty cache concerns all alike. The check costs one
         # forward.
         if not _agrees(model, written[:1], uniforms[:1], starts.shape[1]):
@@ -195,7 +141,7 @@ def write(
                 "is written without a cache, which takes much longer.",
                 type(model).__name__,
             )
-            written = _generate(model, starts, uniforms, report, {"use_cache": False})
+            written = _generate(model, starts, uniforms, report, use_cache=False)
     text = written[:, starts.shape[1] :]
     tokens, counts = text.unique(return_counts=True)
     frequent_token = counts.argmax()
@@ -214,7 +160,8 @@ def _generate(
     starts: Tensor,
     uniforms: Tensor,
     report: Callable[[int], None],
-    cache: dict[str, Any],
+    *,
+    use_cache: bool = True,
 ) -> Tensor:
     processor = _InverseTransform(uniforms.to(model.device), report)
     written: Tensor = model.generate(  # type: ignore[operator]
@@ -224,7 +171,7 @@ def _generate(
         do_sample=False,
         logits_processor=LogitsProcessorList([processor]),
         disable_compile=True,
-        **cache,
+        use_cache=use_cache,
     )
     return written
 

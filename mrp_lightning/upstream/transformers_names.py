@@ -12,16 +12,6 @@ EXPERTS = "_experts_implementation"
 calibration may only have a module that holds experts. Replacement: a public attribute."""
 
 
-def takes_any_cache(model: Any) -> bool:
-    """Return whether a model generates with a cache that the caller makes, of any kind of layers.
-
-    These are the models that transformers lets generate with a cache of fixed size. Seen in
-    transformers 5.23, where other models fail in the middle of a forward. Replacement: a public
-    property of models.
-    """
-    return bool(model._can_compile_fullgraph)
-
-
 def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes that weights keep in a model loaded in `dtype`, by patterns of names.
 

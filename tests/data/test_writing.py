@@ -6,11 +6,10 @@ import torch
 import transformers
 from thread_processes import together
 from tiny_configs import FAMILIES, VOCABULARY
-from transformers.cache_utils import DynamicLayer
 
 from mrp_lightning.data import own_text as module
 from mrp_lightning.data.own_text import write_together
-from mrp_lightning.data.sampling import FilledLayer, Sampling, require_writer, write
+from mrp_lightning.data.sampling import Sampling, require_writer, write
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
 
@@ -147,19 +146,6 @@ def test_what_cannot_write_is_refused(model_type):
         require_writer(made(model_type))
     with pytest.raises(TargetError, match="no Hugging Face model, or several"):
         require_writer(torch.nn.Linear(2, 2))
-
-
-def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
-    length, growing = 9, DynamicLayer()
-    ours = FilledLayer(length)
-    places = set()
-    for tokens in (3, 1, 1, 4):
-        states = torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 5)
-        for held, expected in zip(ours.update(*states), growing.update(*states), strict=True):
-            assert torch.equal(held, expected)
-        assert ours.get_mask_sizes(1) == growing.get_mask_sizes(1)
-        places.add((ours.keys.data_ptr(), ours.values.data_ptr()))
-    assert len(places) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
