@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -102,29 +101,14 @@ def no_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-@dataclass(frozen=True)
-class _Compression:
-    """A kind of compression: the first bytes of its files, their suffix, and how to unpack one."""
-
-    name: str
-    start: bytes
-    suffix: str
-    unpack: str
-
-    def advice(self, path: Path) -> str:
-        """Return a sentence on a compressed file, with the command that unpacks it next to it."""
-        unpacked = path.with_suffix("") if path.suffix == self.suffix else f"{path}.txt"
-        command = f"{self.unpack} {shlex.quote(str(path))} > {shlex.quote(str(unpacked))}"
-        return f"It is compressed ({self.name}). Unpack it ({command}), and give what comes out."
-
-
-_COMPRESSIONS = (
-    _Compression("gzip", b"\x1f\x8b", ".gz", "gzip -dc"),
-    _Compression("zstd", b"\x28\xb5\x2f\xfd", ".zst", "zstd -dc"),
-    _Compression("xz", b"\xfd7zXZ\0", ".xz", "xz -dc"),
-    _Compression("bzip2", b"BZh", ".bz2", "bzip2 -dc"),
-    _Compression("zip", b"PK\x03\x04", ".zip", "unzip -p"),
-)
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip -dc",
+    b"\x28\xb5\x2f\xfd": "zstd -dc",
+    b"\xfd7zXZ\0": "xz -dc",
+    b"BZh": "bzip2 -dc",
+    b"PK\x03\x04": "unzip -p",
+}
+"""The command that unpacks a compressed file, by the first bytes of such files."""
 
 
 def _text_of(path: Path, argument: str) -> str:
@@ -135,9 +119,14 @@ def _text_of(path: Path, argument: str) -> str:
     except UnicodeDecodeError as error:
         offset, reason = error.start, error.reason
     if offset >= 0:  # a zero byte is valid UTF-8, but occurs in no text
-        for compression in _COMPRESSIONS:
-            if content.startswith(compression.start):
-                raise DataError(f"{path} must be UTF-8 text. {compression.advice(path)}", argument)
+        for start, unpack in _COMPRESSED.items():
+            if content.startswith(start):
+                unpacked = f"{unpack} {shlex.quote(str(path))} > text.txt"
+                raise DataError(
+                    f"{path} must be UTF-8 text, and is compressed. Unpack it ({unpacked}), and "
+                    "give what comes out.",
+                    argument,
+                )
         is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         encoding = "utf-16" if is_utf16 else "latin1"
         only_if = "" if is_utf16 else ", if it is Latin-1"

@@ -30,8 +30,8 @@ JOURNEYS += [(page,) for page in sorted({*PAGES} - {*sum(JOURNEYS, ())}) if "```
 ELSEWHERE = {
     "SentenceEncoder": "tests/families/test_encoder_example.py runs it",
     'strategy="ddp"': "tests/callbacks/test_processes.py starts processes like these",
-    "task: my_lambada": "tests/evaluation/test_zeroshot_page.py runs it",
-    "records.evaluation": "tests/evaluation/test_zeroshot_page.py runs it",
+    "task: my_lambada": "tests/zeroshot/test_page.py runs it",
+    "records.evaluation": "tests/zeroshot/test_page.py runs it",
 }
 """Parts of blocks that are not run here, and why."""
 NO_COMMANDS = (

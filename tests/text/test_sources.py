@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import time
-import zipfile
 from pathlib import Path
 
 import huggingface_hub
@@ -62,33 +61,17 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
         documents_of_files([tmp_path / name], "text")
 
 
-@pytest.mark.parametrize(
-    ("compress", "name", "kind"),
-    [
-        (gzip.compress, "my text.txt.gz", "gzip"),
-        (lzma.compress, "text.xz", "xz"),
-        (bz2.compress, "text.bz2", "bzip2"),
-        (lambda content: b"\x28\xb5\x2f\xfd" + content + b"\xff", "text.zst", "zstd"),
-        (gzip.compress, "text.txt", "gzip"),
-        ("zip", "text.zip", "zip"),
-    ],
-)
-def test_compressed_text_is_named_with_the_command_that_unpacks_it(tmp_path, compress, name, kind):
-    path, content = tmp_path / name, b"A text, and not a short one. " * 20
-    if compress == "zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("text.txt", content)
-    else:
-        path.write_bytes(compress(content))
-    with pytest.raises(DataError, match=rf"is compressed \({kind}\). Unpack it \(") as caught:
+@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress, bz2.compress])
+def test_compressed_text_is_named_with_the_command_that_unpacks_it(tmp_path, compress, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, content = tmp_path / "my text.gz", "A text, and not a short one. " * 20
+    path.write_bytes(compress(content.encode()))
+    with pytest.raises(DataError, match=r"is compressed. Unpack it \(") as caught:
         documents_of_files([path], "text")
-    assert "iconv" not in str(caught.value)
     (command,) = re.findall(r"Unpack it \((.*)\), and", str(caught.value))
-    words = shlex.split(command)
-    assert words[-1] == str(path.with_suffix("") if path.suffix != ".txt" else f"{path}.txt")
-    if kind != "zstd" and shutil.which(words[0]):
+    if shutil.which(shlex.split(command)[0]):
         subprocess.run(command, shell=True, check=True)
-        assert documents_of_files([Path(words[-1])], "text") == [content.decode()]
+        assert documents_of_files([Path("text.txt")], "text") == [content]
 
 
 def test_a_binary_file_is_named(tmp_path):
