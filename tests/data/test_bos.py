@@ -6,25 +6,13 @@ from zlib import crc32
 import pytest
 import torch
 from quiet import QUIET
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from special_tokens import tokenizer_with
 
 from callbacks import MRPCallback, SaveEvaluation
 from mrp_lightning import CausalLM, TextDataModule, Trainer
-from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, OptionError
 
 TEXT = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(120))
-
-
-def tokenizer_with(template: str):
-    """The embedded tokenizer, with <|endoftext|> where the template has [E]."""
-    tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
-    pieces = template.replace("[E]", "<|endoftext|>")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=pieces, special_tokens=[("<|endoftext|>", 0)]
-    )
-    return tokenizer
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import pytest
 import torch
 from quiet import QUIET
 from safetensors.torch import load_file
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from special_tokens import tokenizer_with
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
@@ -56,17 +55,27 @@ def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeyp
     assert next(clock, None) is None
 
 
+@pytest.fixture
+def interrupted(tiny_llama, tmp_path, monkeypatch, written):
+    """The journal of a run that ended before its first block was stored."""
+
+    def stop(*_):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(BlockResult, "save", stop)
+        pruned(tiny_llama, tmp_path / "a")
+    written.clear()
+    return tmp_path / ".a.partial"
+
+
 def test_a_resumed_run_reads_the_windows_that_its_journal_keeps(
-    tiny_llama, tmp_path, written, caplog, monkeypatch
+    tiny_llama, tmp_path, interrupted, written, caplog
 ):
     whole = pruned(tiny_llama, tmp_path / "whole")
     assert whole.provenance["data"]["source"] == "the model's own text"
     assert sum(row.tokens for row in whole.layers) == 5 * 24 * len(whole.layers)
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockResult, "save", stop)
-        with pytest.raises(ZeroDivisionError):
-            pruned(tiny_llama, tmp_path / "a")
-    (file,) = (tmp_path / ".a.partial").glob("kept-text*")
+    (file,) = interrupted.glob("kept-text*")
     assert torch.equal(load_file(file)["text"], torch.cat(_loader(tiny_llama)))
     written.clear()
     caplog.clear()
@@ -75,30 +84,21 @@ def test_a_resumed_run_reads_the_windows_that_its_journal_keeps(
     assert not written
     assert "own text" not in caplog.text
     assert [row.loss for row in resumed.layers] == [row.loss for row in whole.layers]
-    assert not (tmp_path / ".a.partial").exists()
+    assert not interrupted.exists()
 
 
 @pytest.mark.parametrize("change", ["seed", "number", "damage", "resume"])
 def test_windows_of_another_sampling_or_a_damaged_file_are_not_read(
-    tiny_llama, tmp_path, written, monkeypatch, change
+    tiny_llama, tmp_path, interrupted, written, change
 ):
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockResult, "save", stop)
-        with pytest.raises(ZeroDivisionError):
-            pruned(tiny_llama, tmp_path / "a")
     if change == "damage":
-        (file,) = (tmp_path / ".a.partial").glob("kept-text*")
+        (file,) = interrupted.glob("kept-text*")
         file.write_bytes(file.read_bytes()[:-1])
-    written.clear()
     options = {"seed": {"seed": 1}, "number": {"num_samples": 4}}.get(change, {})
     resumed = pruned(tiny_llama, tmp_path / "a", resume=change != "resume", **options)
     assert written
     losses = [row.loss for row in pruned(tiny_llama, **options).layers]
     assert [row.loss for row in resumed.layers] == losses
-
-
-def stop(*_):
-    raise ZeroDivisionError
 
 
 def _loader(tiny_llama, **options):
@@ -136,11 +136,7 @@ def test_a_model_without_a_tokenizer_begins_with_any_token(tiny_llama):
 
 
 def test_what_the_tokenizer_puts_before_a_text_begins_every_window(tiny_llama):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    windows = torch.cat(_loader(tiny_llama, tokenizer=tokenizer))
+    windows = torch.cat(_loader(tiny_llama, tokenizer=tokenizer_with("[E] $A")))
     assert (windows[:, 0] == 0).all()
     assert len(windows[:, 1].unique()) > 1
 

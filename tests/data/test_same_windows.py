@@ -6,11 +6,9 @@ import sysconfig
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from special_tokens import tokenizer_with
 
 from mrp_lightning import TextDataModule
-from mrp_lightning.embedded import STDLIB_LLAMA
 
 DIGESTS = {
     "files": ("be6bbcc880b4", "b42e636d5814"),
@@ -47,12 +45,7 @@ def ids_of(loader) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["no BOS", "BOS"])
 def tokenizer(request):
-    tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
-    if request.param:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-        )
-    return request.param, tokenizer
+    return request.param, tokenizer_with("[E] $A" if request.param else "$A")
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from special_tokens import tokenizer_with
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
-from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError
 from mrp_lightning.text.sources import PUBLISHED
 
@@ -26,12 +24,7 @@ LENGTH = 16
 @pytest.fixture(scope="module", params=["BOS", "no BOS"])
 def tokenizer(request, tmp_path_factory):
     """With a BOS before each text (LLaMA, OPT) or without (BLOOM); and where it is saved."""
-    made = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
-    if request.param == "BOS":
-        bos = made.convert_ids_to_tokens(0)
-        made._tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, 0)]
-        )
+    made = tokenizer_with("[E] $A" if request.param == "BOS" else "$A")
     directory = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(directory)
     assert made("x")["input_ids"][:1] == ([0] if request.param == "BOS" else made("x").input_ids)
