@@ -31,12 +31,12 @@ def _weights_in_disguise_are_dense(monkeypatch):
         monkeypatch.setattr(module, "why_not_plain", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize("options", [{"bits": 3}, {"bits": 4, "group_size": 32}, {"bits": 8}])
+BITS: list[dict[str, Any]] = [{"bits": 3}, {"bits": 4, "group_size": 32}, {"bits": 8}]
+
+
+@pytest.mark.parametrize("options", [*BITS, {"grid": "q4_0"}])
 @pytest.mark.parametrize("pattern", [None, "2:4"])
-@pytest.mark.parametrize("grid", [None, "q4_0"])
-def test_bits_are_those_of_the_cpu(second, options, pattern, grid):
-    if grid is not None:
-        options = {"grid": grid}
+def test_bits_are_those_of_the_cpu(second, options, pattern):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(32, 128, generator=generator)
     inputs = torch.randn(300, 128, generator=generator) * torch.linspace(0.1, 2, 128)

@@ -15,7 +15,7 @@ def cells(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, short_library):
     """Run the cells of a notebook one after the other, in one namespace."""
     import logging
 
@@ -59,7 +59,10 @@ def test_look_inside(run):
 
 
 def test_compare_methods(run):
-    names = run("compare_methods")
+    few = {
+        'method=method, pattern="2:4")\n': 'method=method, pattern="2:4", targets="down_proj")\n'
+    }
+    names = run("compare_methods", few)
     losses, perplexities = names["losses"], names["perplexities"]
     assert losses["JM"] < losses["SM"] < losses["sparsegpt"] < losses["wanda"]
     assert losses["wanda+M"] < losses["wanda"]
