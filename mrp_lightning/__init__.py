@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.environment import __version__ as __version__
-from mrp_lightning.environment import silence_torchao
 from mrp_lightning.errors import (
     DataError,
     DependencyError,
@@ -65,8 +64,6 @@ __all__ = [
     "prune_columns",
     "prune_weight",
 ]
-
-silence_torchao()
 
 # Imported on first access (PEP 562): torch takes seconds, Lightning and transformers some more.
 _LAZY = {

@@ -2,13 +2,10 @@
 
 import json
 import logging
-import os
 import platform
-import re
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -51,121 +48,6 @@ def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for 
     except Exception as error:  # of many types: no name, no route, no certificate
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None
-
-
-_SPINS = "1000"
-"""Turns of libgomp's waiting loop, some ten microseconds, before a thread sleeps."""
-
-
-def wait_briefly() -> None:
-    """Make torch's threads sleep soon where they wait for each other; call it before torch loads.
-
-    In libgomp a thread that is finished waits in a loop of 300,000 turns, about ten milliseconds,
-    for the others. If other work leaves too few cores, the loop occupies the core that a slower
-    thread needs, at each of thousands of products. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT
-    stays.
-    """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = _SPINS
-
-
-def silence_torchao() -> None:
-    """Silence the messages that torchao logs while it is imported.
-
-    transformers imports torchao if it is installed, even if it is not used. torchao then warns of
-    each of its libraries that was built for another device, CUDA or Python, and of calls that torch
-    deprecates. All other messages are shown.
-    """
-    logging.getLogger("torchao").addFilter(_is_no_loading_message)
-    logging.getLogger("torch.utils._pytree").addFilter(_is_no_loading_message)
-
-
-def _is_no_loading_message(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(("Failed to load ", "%s is an Enum subclass "))
-
-
-def silence_lightning() -> None:
-    """Silence Lightning's messages about other packages and its own code.
-
-    These are tips to install two packages of its makers, the note that TensorBoard is missing, and
-    warnings of deprecated functions of torch that it calls. All other messages are shown.
-    """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
-    for message in (".*`tensorboardX` has been removed", ".*LeafSpec.* is deprecated"):
-        warnings.filterwarnings("ignore", message=message)
-
-
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless cloud" not in str(record.msg)
-
-
-@contextmanager
-def silent_start() -> Iterator[None]:
-    """Silence Lightning's messages about absent devices and the seed.
-
-    transformers' bars of loading and writing are silenced, too; those of downloads are shown.
-    """
-    names = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
-    loggers = [logging.getLogger(name) for name in names]
-    for logger in loggers:
-        logger.addFilter(_names_something)
-    try:
-        with _no_loading_bars():
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_names_something)
-
-
-def _names_something(record: logging.LogRecord) -> bool:
-    return re.match(r"[GTH]PU available: False|Seed set to", record.getMessage()) is None
-
-
-@contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """Disable transformers' bars, but not those of the hub's downloads, which it disables, too."""
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    had_bars, had_downloads = (
-        transformers_logging.is_progress_bar_enabled(),
-        not are_progress_bars_disabled(),
-    )
-    transformers_logging.disable_progress_bar()
-    if had_downloads:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's messages and transformers' loading bars; progress is still reported.
-
-    Until the context ends, `sys.argv` has no arguments and warnings are shown without their source.
-    """
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    argv, formatwarning = sys.argv, warnings.formatwarning
-    sys.argv = argv[:1]  # LightningCLI warns if there are arguments in `sys.argv`, too
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    progress_log.setLevel(logging.INFO)
-    try:
-        with _no_loading_bars(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            # The source line of a warning means nothing to the user of a command.
-            warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
-            yield
-    finally:
-        warnings.formatwarning = formatwarning
-        sys.argv = argv
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        progress_log.setLevel(logging.NOTSET)
 
 
 @contextmanager

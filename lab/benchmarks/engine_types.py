@@ -32,7 +32,7 @@ from callbacks import PruningCallback
 from export import to_gguf
 from mrp_ground.environment import machine
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.environment import quiet_lightning
+from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.records.report import PruningReport

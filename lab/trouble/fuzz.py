@@ -30,10 +30,11 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from safetensors.torch import save
     from torch import nn
     from transformers import LlamaConfig
+    from yaml import YAMLError
 
     from export.conversion.checkpoint import Checkpoint, open_checkpoint
     from export.gguf.tokenizer import tokenizer_fields
-    from mrp_lightning.commands.arguments_given import arguments_given
+    from mrp_lightning.commands.parser import load_yaml
     from mrp_lightning.errors import (
         DataError,
         FormatError,
@@ -130,11 +131,9 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         with suppress(FormatError, OptionError, TargetError):
             gguf_config(file)
 
-    def yaml(directory: Path, data: bytes) -> None:
-        file = directory / "a.yaml"
-        file.write_bytes(data)
-        with suppress(OptionError):
-            arguments_given(["--config", str(file)])
+    def yaml(directory: Path, data: bytes) -> None:  # noqa: ARG001
+        with suppress(YAMLError, UnicodeDecodeError):
+            load_yaml(data.decode())
 
     def grids(directory: Path, data: bytes) -> None:
         file = directory / "grid.safetensors"

@@ -5,14 +5,17 @@ import errno
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 
 from mrp_lightning import errors
-from mrp_lightning.environment import extra
+from mrp_lightning.commands.quiet import without_noise
+from mrp_lightning.errors import OptionError
+from mrp_lightning.upstream.other_names import option_named, options_of
 
 _USER_ERRORS: tuple[Any, ...] = (
     *(
@@ -28,7 +31,9 @@ _USER_ERRORS: tuple[Any, ...] = (
 
 @contextmanager
 def exit_on_mistake(interrupted: str = "interrupted") -> Iterator[None]:
-    """Exit with one line on the terminal if the block raises an error that a user can correct.
+    """Exit with a message on the terminal if the block raises an error that a user can correct.
+
+    Noise of other packages is silenced in the block.
 
     Args:
         interrupted: The line that is written after Ctrl-C.
@@ -38,7 +43,8 @@ def exit_on_mistake(interrupted: str = "interrupted") -> Iterator[None]:
             interrupted process after Ctrl-C.
     """
     try:
-        yield
+        with without_noise():
+            yield
     except KeyboardInterrupt:
         sys.stderr.write(f"{interrupted}\n")
         raise SystemExit(errors.ended_by(signal.SIGINT)) from None
@@ -76,24 +82,80 @@ def _message(mistake: BaseException) -> str:
     return str(mistake)
 
 
-def make_parser(prog: str, description: str) -> Any:
-    """Return the parser of a command, without options; `prog` is the command's name as typed.
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser, which raises its errors as `OptionError` and takes no abbreviations.
 
-    Raises:
-        DependencyError: jsonargparse is not installed.
+    An abbreviation may become ambiguous in a later version.
+
+    Attributes:
+        takes_model: Whether the command has MODEL, or `--model` in its place.
     """
-    with extra("cli", "The command line"):
-        from mrp_lightning.commands.parser import Parser
-    raw, filled = argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter
-    formatter = raw if "\n" in description else filled
-    return Parser(prog=prog, description=description, formatter_class=formatter)
+
+    takes_model = False
+
+    def __init__(self, prog: str, description: str) -> None:
+        raw, filled = argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter
+        formatter = raw if "\n" in description else filled
+        super().__init__(prog, None, description, formatter_class=formatter, allow_abbrev=False)
+        self.exit_on_error = False
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse a command line, in which options and other arguments may be mixed.
+
+        Raises:
+            OptionError: An option is unknown, with the nearest one; or a value is missing or wrong.
+        """
+        args = sys.argv[1:] if args is None else args
+        known = list(options_of(self))
+        for name in [arg.partition("=")[0] for arg in args if arg.startswith("--")]:
+            if name not in known:
+                raise OptionError(f"there is no option `{name}`. {nearest(name, known)}")
+        try:
+            options, others = self.parse_known_intermixed_args(args, namespace)
+        except argparse.ArgumentError as error:
+            raise OptionError(error.message, error.argument_name) from error
+        if others:
+            self.error(f"`{' '.join(others)}` is of no option")
+        if self.takes_model:
+            models = [model for model in (options.model, options.named_model) if model]
+            if len(models) != 1:
+                self.error("give MODEL once, as it is or by `--model`")
+            options.model = models[0]
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Raise an `OptionError` with argparse's message."""
+        raise OptionError(f"{message}; see `{self.prog} --help`.")
+
+    @contextmanager
+    def options_in_messages(self) -> Iterator[None]:
+        """Name the option in errors of this context that are about one of its arguments."""
+        try:
+            yield
+        except errors.ArgumentError as error:
+            if error.argument is not None:
+                error.argument = option_named(self, error.argument) or error.argument
+            raise
 
 
-def add_model_options(parser: Any) -> None:
-    """Add MODEL, or `--model`, and the options for reading it; see `Parser.model_first`."""
-    parser.model_first = True
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Return a hint: the name that is nearest, else all names."""
+    matches = [known for known in names if known.startswith(name)]
+    matches = matches if len(matches) == 1 else get_close_matches(name, names, n=1)
+    return f"Did you mean `{matches[0]}`?" if matches else f"There are {', '.join(names)}."
+
+
+def make_parser(prog: str, description: str) -> CommandParser:
+    """Return the parser of a command, without options; `prog` is the command's name as typed."""
+    return CommandParser(prog, description)
+
+
+def add_model_options(parser: CommandParser) -> None:
+    """Add MODEL, or `--model` in its place, and the options for reading it."""
+    parser.takes_model = True
     option = parser.add_argument
-    option("model", metavar="MODEL", help="a model directory, hub id or GGUF file")
+    option("model", nargs="?", metavar="MODEL", help="a model directory, hub id or GGUF file")
+    option("--model", dest="named_model", metavar="MODEL", help="the same")
     option("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
     option("--revision", help="branch, tag or commit on the hub")
     option("--trust-remote-code", action="store_true", help="run the model's own code")
@@ -102,7 +164,7 @@ def add_model_options(parser: Any) -> None:
 def number_from(least: int) -> Callable[[str | int], int]:
     """Return an argument type for whole numbers ≥ `least`."""
 
-    def number(text: str | int) -> int:  # jsonargparse calls it with the default, too
+    def number(text: str | int) -> int:
         # `int` alone would accept "1_000", " 7" and "-1"; a decimal text has none of these.
         if not str(text).isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text!r}")

@@ -1,31 +1,26 @@
 """One pruning and its comparison with the dense model, on the same windows of held-out text."""
 
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
-from rich.table import Table
 from torch.utils.data import DataLoader
-from transformers.generation.streamers import BaseStreamer
 
 from mrp_lightning.callbacks import PruningCallback
+from mrp_lightning.commands import comparison_texts as texts
 from mrp_lightning.commands.main import command_named
-from mrp_lightning.commands.numbers import MISSING, memory, number, percent, perplexity
+from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
-from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, OptionError, counted
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
 from mrp_lightning.loop.module_plan import plan_for
-from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
@@ -33,16 +28,21 @@ from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.gguf import find_gguf, located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
 from mrp_lightning.text.mixture import SELF
 from mrp_lightning.text.sources import StandardLibrary
-from mrp_lightning.text.windows import Cutter, Windows
+from mrp_lightning.text.windows import Cutter
+
+_TOKENS_A_COLUMN = 32
+"""Tokens of own text for each column of the widest layer: in the embedded model, twice and six
+times as many lower the perplexity by 0.2 and 0.3% at 2:4, and not at 50%; see
+docs/self-calibration.md."""
+_LONGEST_TEXT = 512
+"""The longest default window of a `TextModel`: encoders are seldom given longer texts."""
+_TIMED_TOKENS = 10
 
 
 def prune_and_compare(
@@ -61,10 +61,10 @@ def prune_and_compare(
     `evaluation.json`, in the directory of the pruned model.
 
     Args:
-        source: `model`, `dtype`, `gguf_file`, `revision` and `trust_remote_code`, as of `CausalLM`.
-        text: The arguments of the `TextDataModule`; `train_files` is required, and a tenth of these
-            files is held out. If it is `None`, a causal language model is calibrated on text that
-            it writes itself, and evaluated on the source code of Python's standard library.
+        source: The arguments of `CausalLM` that name the model.
+        text: The arguments of the `TextDataModule`. Of `train_files` a tenth is held out; if these
+            are `None`, a causal language model is calibrated on text that it writes itself, and
+            evaluated on the source code of Python's standard library.
         prune: The callback, with `save_dir`.
         conversions: The conversions of the pruned model to other formats.
         windows: The largest number of windows to evaluate on.
@@ -79,48 +79,46 @@ def prune_and_compare(
         FileExistsError: The output of the pruning, or of a conversion, exists.
     """
     require_accelerator(accelerator)
-    data = _data(text)
+    data = _data(text)  # refuses missing files before a model is loaded
     # Each step needs the one before: the plan needs the model, the estimate of the time needs the
     # speed of the first evaluation, and only then hours of work begin.
     with quiet_lightning():
         console.print(f"Loading {source['model']} …")
         model = _load(source, text)
+        _check_outputs(model, prune, conversions)
         if isinstance(model, TextModel):
-            data = _fitted(text, model)
-        subject = _Subject.of(model, data, prune, conversions, windows, accelerator)
+            data = _data(text, model)
+        subject = _Subject(model, data, prune, windows, accelerator)
         if not text["train_files"] and "num_samples" not in text:
-            subject = subject.with_enough_windows()
-        console.print(subject.plan_text())
-        # The dense evaluation comes before the pruning, which changes the model in memory, and its
-        # speed is the basis of the announced time.
+            subject.take_fewer_windows()
+        console.print(texts.plan(prune.settings, subject.plan, subject.data, subject.num_samples))
+        # The dense evaluation comes before the pruning, which changes the model in memory.
         dense = subject.evaluate("dense", console)
-        console.print(subject.announcement())
-        sizes = [subject.size()]
+        console.print(texts.announcement(*subject.expected_work()))
+        sizes = [measure(subject.trainer, model)]
         start = time.perf_counter()
-        subject.trainer.predict(model, datamodule=data, callbacks=[prune])
+        subject.trainer.predict(model, datamodule=subject.data, callbacks=[prune])
         seconds = time.perf_counter() - start
         pruned = subject.evaluate("pruned", console)
-        sizes.append(subject.size())
-    report, directory, held_out = prune.report, prune.save_dir, subject.held_out
+        sizes.append(measure(subject.trainer, model))
+    report, directory = prune.report, prune.save_dir
     assert report is not None
     assert directory is not None
-    name = held_out.name
-    scores = {"perplexity": {name: pruned}, "dense": {name: dense}}
+    scores = {"perplexity": {subject.text: pruned}, "dense": {subject.text: dense}}
     if isinstance(model, TextModel):
-        scores = {"similarity": {name: pruned}}
+        scores = {"similarity": {subject.text: pruned}}
     record(directory, **scores, model=str(directory))
-    # Zeros are multiplied like other weights, so that only a narrower model has a time of its own.
-    if not report.narrowed:
-        sizes = _equally_fast(sizes)
-    table = _table(dense, pruned, prune, sizes, seconds)
+    table = texts.table(dense, pruned, prune.settings, report, sizes, seconds)
     try:
         for conversion in conversions:
             size = conversion.convert(directory)
-            table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
+            table.add_row(str(conversion.out), "", "", "", *texts.cells(size), "")
     finally:  # also if a conversion fails: the pruned model is saved
         console.print(table)
-        console.print(f"Evaluated on {held_out.described(dense)}.{_shares(report)}")
-    return _why_useless(dense, pruned, report)
+        number = counted(len(subject.windows), "window")
+        read = f"{number} of {dense['context']} tokens of the {subject.text}"
+        console.print(f"Evaluated on {read}.{texts.shares(report)}")
+    return texts.why_useless(dense, pruned, report)
 
 
 def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
@@ -138,85 +136,64 @@ def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | Text
     return TextModel(location, dtype=source["dtype"], **hub, tokenizer=text.get("tokenizer"))
 
 
-def _fitted(text: Mapping[str, Any], model: TextModel) -> TextDataModule:
-    """Return the text of files in windows that leave room for the tokens after each text.
+def _data(text: Mapping[str, Any], model: TextModel | None = None) -> TextDataModule:
+    """Return the text of files with a held-out part, or the text that the model will write.
+
+    Windows for a `TextModel` leave room for the tokens that end a text.
 
     Raises:
-        DataError: The windows that the user asks for are longer than the model can read.
+        DataError: The windows that the user asks for are longer than a `TextModel` can read.
     """
-    longest, end = model.longest, len(model.end)
+    if not text["train_files"]:
+        return TextDataModule(**text, calibration=SELF)
+    if model is None:
+        return TextDataModule(**text, hold_out=True)
+    longest = model.longest
     length = text.get("sequence_length") or min(_LONGEST_TEXT, longest or _LONGEST_TEXT)
     if longest is not None and length > longest:
         raise DataError(
             f"the windows have {length} tokens, and the model reads {longest}. Give that or less.",
             "sequence_length",
         )
-    return TextDataModule(**{**text, "sequence_length": max(2, length - end)}, hold_out=True)
+    length = max(2, length - len(model.end))
+    return TextDataModule(**{**text, "sequence_length": length}, hold_out=True)
 
 
-_TOKENS_A_COLUMN = 32
-"""Tokens of own text for each column of the widest layer: in the embedded model, twice and six
-times as many lower the perplexity by 0.2 and 0.3% at 2:4, and not at 50%; see
-docs/self-calibration.md."""
-_LONGEST_TEXT = 512
-"""The longest default window of a `TextModel`: encoders are seldom given longer texts."""
+def _check_outputs(
+    model: CausalLM | TextModel, prune: PruningCallback, conversions: "Sequence[Conversion]"
+) -> None:
+    assert prune.save_dir is not None
+    check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
+    for conversion in conversions:
+        conversion.check()
+        if conversion.command == "gguf" and isinstance(model, TextModel):
+            raise OptionError(
+                f"a {type(model.model).__name__} predicts no next token, and files for llama.cpp "
+                "are made of models that do. Leave it out.",
+                "gguf",
+            )
 
 
-def _data(text: Mapping[str, Any]) -> TextDataModule:
-    """Return the text of files with a held-out part, or the text that the model will write."""
-    if text["train_files"]:
-        return TextDataModule(**text, hold_out=True)
-    return TextDataModule(**text, calibration=SELF)
-
-
-@dataclass(frozen=True)
 class _Subject:
-    """A dense model that is to be pruned, with its text and all that is checked before the work.
+    """A model that is pruned, with its text and its trainer; its layers and text are checked.
 
     Attributes:
-        model: The model.
-        data: Its text, cut into windows of a length that the model reads.
-        settings: The settings of the pruning.
-        plan: The layers that will be pruned.
         num_samples: The number of windows to calibrate on.
-        held_out: The windows to evaluate on.
-        trainer: The trainer of all runs of the model.
+        windows: The windows to evaluate on; `text` is the name of their text.
+        seconds: The duration of the last evaluation.
     """
 
-    model: CausalLM | TextModel
-    data: TextDataModule
-    settings: Settings
-    plan: Plan
-    num_samples: int
-    held_out: "_HeldOut"
-    trainer: Trainer
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: CausalLM | TextModel,
         data: TextDataModule,
         prune: PruningCallback,
-        conversions: "Sequence[Conversion]",
         windows: int,
         accelerator: str,
-    ) -> "_Subject":
-        """Check outputs, layers and text, the cheapest first, and return them as a subject."""
-        assert prune.save_dir is not None
-        # 1. Outputs, which cost a look at the disk.
-        # 2. Layers, which cost a walk through the model.
-        # 3. Text, which is read and tokenized; a batch of it has to fit the model.
-        check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
-        for conversion in conversions:
-            conversion.check()
-            if conversion.command == "gguf" and isinstance(model, TextModel):
-                raise OptionError(
-                    f"a {type(model.model).__name__} predicts no next token, and files for "
-                    "llama.cpp are made of models that do. Leave it out.",
-                    "gguf",
-                )
-        plan = plan_for(model, prune.settings)
-        trainer = Trainer(
+    ) -> None:
+        self.model, self.data, self._settings = model, data, prune.settings
+        self.plan: Plan = plan_for(model, prune.settings)
+        self.trainer = Trainer(
             accelerator=accelerator,
             logger=False,
             enable_model_summary=False,
@@ -224,79 +201,61 @@ class _Subject:
         )
         data.tokenizer = data.tokenizer or model.tokenizer
         data.fit_to(model.model.config)
-        held_out = _HeldOut.of(data, windows)
-        check_batch(model, held_out.windows.ids)
-        num_samples = data.num_samples
+        self.windows = data.windows("test", windows)
+        check_batch(model, self.windows.ids)
+        self.num_samples, self.text = data.num_samples, f"source of {StandardLibrary().name}"
         if data.train_files:  # which may hold fewer windows
             calibration = data.calibration_windows()
             check_batch(model, calibration)
-            num_samples = len(calibration)
-        return cls(model, data, prune.settings, plan, num_samples, held_out, trainer)
+            self.num_samples = len(calibration)
+            self.text = f"held-out part of {data.calibration_source}"
+        self.seconds = 0.0
 
-    def with_enough_windows(self) -> "_Subject":
-        """Return the subject with the windows of its own text that its widest layer needs.
+    def take_fewer_windows(self) -> None:
+        """Take as many windows of own text as the widest layer needs.
 
         Writing a window costs more than pruning with it, so that a small model writes fewer than
         the default of the `TextDataModule`, which is also the most, and the number for a model with
-        experts. The `num_samples` of `data` is set, too.
+        experts.
         """
         # An expert sees its router's share of the tokens, which no configuration bounds.
         if any(hasattr(module, "experts") for module in self.model.model.modules()):
-            return self
-        plan = self.plan
-        layers = [*chain.from_iterable(plan.layers.values()), *plan.outside]
-        layers += [plan.head] if plan.head is not None else []
+            return
+        layers = [*chain.from_iterable(self.plan.layers.values()), *self.plan.outside]
+        layers += [self.plan.head] if self.plan.head is not None else []
         tokens = _TOKENS_A_COLUMN * max(layer.columns for layer in layers)
-        windows = min(self.num_samples, -(-tokens // self.data.sequence_length))
-        self.data.num_samples = windows
-        return replace(self, num_samples=windows)
+        self.num_samples = min(self.num_samples, -(-tokens // self.data.sequence_length))
+        self.data.num_samples = self.num_samples
 
-    def plan_text(self) -> str:
-        """Return a sentence on the layers, the settings and the text of the pruning."""
-        verb = "quantised" if isinstance(self.settings.recipe.pattern, Dense) else "pruned"
-        text = (
-            f"{self.data.calibration_source}."
-            if self.data.train_files
-            else "text that the model writes itself. Text that is like yours is given by `--text "
-            "FILE`: it is then evaluated on, too."
-        )
-        number = self.plan.num_layers
-        return (
-            f"{number} layer{'s are' if number != 1 else ' is'} to be {verb} to "
-            f"{_amount(self.settings)} by {_method(self.settings)}, calibrated on "
-            f"{counted(self.num_samples, 'window')} of {text}"
-        )
+    def evaluate(self, state: str, console: Console) -> Scores:
+        """Measure the perplexity or, of a `TextModel`, the cosine with the first test's outputs."""
+        console.print(f"Evaluating the {state} model on the {self.text} …")
+        loader = DataLoader(self.windows, batch_size=self.data.batch_size)
+        start = time.perf_counter()
+        self.trainer.test(self.model, dataloaders={self.text: loader}, verbose=False)
+        self.seconds = time.perf_counter() - start
+        (scores,) = self.model.evaluation.values()
+        return scores
 
-    def evaluate(self, name: str, console: Console) -> Scores:
-        """Measure the model on the held-out windows, by its perplexity or its outputs."""
-        return self.held_out.evaluate(name, self.model, self.trainer, console)
-
-    def size(self) -> "Size":
-        """Measure the model on the trainer's device, which an evaluation moves it away from."""
-        self.model.to(self.trainer.strategy.root_device)
-        return Size.of(self.model)
-
-    def announcement(self) -> str:
-        """Return the expected time and memory, from the speed of the last evaluation."""
-        device = self.trainer.strategy.root_device
-        pruning = estimate(
-            self.model.model,
+    def expected_work(self) -> tuple[Estimate, Estimate]:
+        """Estimate the work, and the writing of own text in it, by the last evaluation."""
+        device, model = self.trainer.strategy.root_device, self.model.model
+        length, writing = self.data.sequence_length, Estimate(0.0, 0)
+        work = estimate(
+            model,
             self.plan,
-            self.settings,
+            self._settings,
             windows=self.num_samples,
-            length=self.data.sequence_length,
-            tokens_per_second=self.held_out.windows.ids.numel() / self.held_out.seconds,
+            length=length,
+            tokens_per_second=self.windows.ids.numel() / self.seconds,
             products_per_second=products_per_second(device),
         )
-        writing = Estimate(0.0, 0)
         if not self.data.train_files:
             self.model.to(device)
-            cutter = Cutter(self.model.tokenizer, self.data.sequence_length)
-            writing = estimate_writing(
-                self.model.model, cutter, self.data.seed, self.data.num_samples
-            )
-        evaluating = Estimate(self.held_out.seconds, 0)  # of the pruned model
-        return _announcement(pruning.after(writing).after(evaluating), writing)
+            cutter = Cutter(self.model.tokenizer, length)
+            writing = estimate_writing(model, cutter, self.data.seed, self.data.num_samples)
+        evaluating = Estimate(self.seconds, 0)  # of the pruned model
+        return work.after(writing).after(evaluating), writing
 
 
 @dataclass(frozen=True)
@@ -314,258 +273,48 @@ class Conversion:
     options: Sequence[str]
 
     def check(self) -> None:
-        """Raise a `FileExistsError` if the output is there and not empty, without `--overwrite`.
-
-        Also with it, if it is a directory of which a file is not from this package.
-        """
-        is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
-        # The command would refuse it, too, but only after hours of pruning.
-        if "--overwrite" in self.options and self.out.suffix != ".gguf":
-            check_output_dir(self.out, overwrite=True, argument="--out")
-        elif is_there and "--overwrite" not in self.options:
+        """Raise a `FileExistsError` if the command would refuse its output, hours later."""
+        overwrite = "--overwrite" in self.options
+        if self.out.suffix != ".gguf":
+            check_output_dir(self.out, overwrite=overwrite, argument="--pack")
+        elif self.out.exists() and not overwrite:
             raise FileExistsError(
-                f"{self.out} exists, and `{self.command}` would write it. Move it away, name "
-                "another, or add `--overwrite`."
+                f"{self.out} exists. Move it away, name another, or add `--overwrite`."
             )
 
-    def convert(self, directory: Path) -> "Size":
-        """Run the command; return the bytes of its files, and the speed on the CPU, if it runs."""
+    def convert(self, directory: Path) -> texts.Size:
+        """Run the command; return the bytes of its files, and the speed if it runs here."""
         command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
         if self.out.is_file():
-            return Size(self.out.stat().st_size)
+            return texts.Size(self.out.stat().st_size, None)
         files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
         num_bytes = sum(file.stat().st_size for file in files)
         try:
-            packed = CausalLM(str(self.out))
+            return measure(None, CausalLM(str(self.out)))._replace(num_bytes=num_bytes)
         except ArgumentError:  # a format that only other engines run
-            return Size(num_bytes)
-        return replace(Size.of(packed), num_bytes=num_bytes)
+            return texts.Size(num_bytes, None)
 
 
-@dataclass(frozen=True)
-class Size:
-    """The cost of storing and running a model.
+@torch.inference_mode()
+def measure(trainer: Trainer | None, module: CausalLM | TextModel) -> texts.Size:
+    """Measure the bytes and the speed of a model, one text at a time, uncompiled.
 
-    Attributes:
-        num_bytes: The bytes of the model's parameters or, of a converted model, of its files.
-        ms_a_token: Milliseconds per generated token, for one text at a time, uncompiled: the least
-            of a few, since other work on the machine only adds to it. `None` if the model generates
-            no text, or does not run here.
+    The model is on the device of the trainer, from which an evaluation moves it, or on its own.
     """
+    model: Any = module.to(trainer.strategy.root_device if trainer else module.device).model.eval()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if not model.can_generate():
+        return texts.Size(num_bytes, None)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
 
-    num_bytes: int
-    ms_a_token: float | None = None
+    def seconds(tokens: int) -> float:
+        start = time.perf_counter()
+        exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **exactly)
+        return time.perf_counter() - start
 
-    @classmethod
-    def of(cls, module: CausalLM | TextModel) -> "Size":
-        """Measure a model on its device by generating a few tokens."""
-        model: Any = module.model
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        times = _Times()
-        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        if not model.can_generate():
-            return cls(num_bytes)
-        options = {"max_new_tokens": _TIMED_TOKENS, "min_new_tokens": _TIMED_TOKENS}
-        options |= {"do_sample": False, "pad_token_id": 0}
-        with torch.inference_mode():
-            for _ in range(2):  # the first one warms up
-                times.seen.clear()
-                mask = torch.ones_like(ids)
-                model.eval().generate(ids, attention_mask=mask, streamer=times, **options)
-        # The streamer gets the prompt first, and the first token after the forward of the prompt:
-        # both are no steps of decoding.
-        steps = [later - earlier for earlier, later in pairwise(times.seen[2:])]
-        return cls(num_bytes, 1000 * min(steps))
-
-    def cells(self) -> tuple[str, str]:
-        """Return the cells of a table: bytes, and milliseconds a token."""
-        speed = MISSING if self.ms_a_token is None else f"{self.ms_a_token:.3g}"
-        return memory(self.num_bytes), speed
-
-
-class _Times(BaseStreamer):
-    """A streamer that records the time of the prompt and of each generated token."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def put(self, value: Any) -> None:  # noqa: ARG002
-        self.seen.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-_TIMED_TOKENS = 10
-
-
-@dataclass
-class _HeldOut:
-    """The held-out windows on which a model is evaluated, before and after it is pruned."""
-
-    name: str
-    windows: Windows
-    batch_size: int
-    seconds: float = 0.0  # duration of the last evaluation
-
-    @classmethod
-    def of(cls, data: TextDataModule, limit: int) -> "_HeldOut":
-        """Read at most `limit` windows of the held-out text or the standard library."""
-        files = f"held-out part of {data.calibration_source}"
-        name = files if data.train_files else f"source of {StandardLibrary().name}"
-        return cls(name, data.windows("test", limit), data.batch_size)
-
-    def evaluate(
-        self, name: str, model: CausalLM | TextModel, trainer: Trainer, console: Console
-    ) -> Scores:
-        """Measure the perplexity or, of a `TextModel`, the cosine with the first test's outputs."""
-        console.print(f"Evaluating the {name} model on the {self.name} …")
-        clock = _Clock()
-        # The clock is a callback, so that setting up the trainer does not count as evaluation: the
-        # speed is the basis of an estimate.
-        trainer.callbacks.append(clock)
-        loader = DataLoader(self.windows, batch_size=self.batch_size)
-        try:
-            trainer.test(model, dataloaders={self.name: loader}, verbose=False)
-        finally:
-            trainer.callbacks.remove(clock)
-        self.seconds = clock.seconds
-        (scores,) = model.evaluation.values()
-        return scores
-
-    def described(self, scores: Scores) -> str:
-        """Describe the text and its size."""
-        windows = counted(len(self.windows), "window")
-        return f"{windows} of {scores['context']} tokens of the {self.name}"
-
-
-class _Clock(Callback):
-    """Measures the seconds of a `test`, without reading the text."""
-
-    def on_test_start(self, *_: Any) -> None:
-        """Start the clock once the text has been read."""
-        self._start = time.perf_counter()
-
-    def on_test_end(self, *_: Any) -> None:
-        """Stop the clock when the model has run on all batches."""
-        self.seconds = time.perf_counter() - self._start
-
-
-def _amount(settings: Settings) -> str:
-    if settings.structure is None:
-        return settings.amount
-    grid = settings.recipe.grid
-    rest = f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
-    return rest if grid is None else f"{rest} and {grid}"
-
-
-def _method(settings: Settings) -> str:
-    """Return the method with the parts that it goes with, such as `JM, dense target, tuned`."""
-    parts = [
-        settings.method,
-        "dense target" * (settings.target == "dense"),
-        "allocation by output" * (settings.allocation == "output"),
-        "tuned" * (settings.block_tuning is not None),
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def _announcement(expected: Estimate, writing: Estimate) -> str:
-    of_writing = (
-        f" ({roughly(writing.seconds)} of it to write that text)" if writing.seconds else ""
-    )
-    return (
-        f"Pruning may take {roughly(expected.seconds)}{of_writing} and, beside the model, "
-        f"{memory(expected.num_bytes)} of memory. This is a rough estimate, with an evaluation as "
-        "before; small models, few bits and busy machines take longer. If it is interrupted, the "
-        "same command goes on where it was."
-    )
-
-
-def _table(
-    dense: Scores, pruned: Scores, prune: PruningCallback, sizes: Sequence[Size], seconds: float
-) -> Table:
-    """Return a table of both models; `seconds` is the time of pruning and writing."""
-    report = prune.report
-    assert report is not None
-    totals = report.totals
-    table = Table()
-    table.add_column("model", overflow="fold")
-    measures = [f"perplexity @{dense['context']}", "× dense"]
-    if "cosine" in dense:
-        measures = ["mean cosine of outputs", ""]
-        values = [["1", ""], [f"{pruned['cosine']:.4f}", ""]]
-    else:
-        ratio = number(_ratio(dense, pruned))
-        values = [[perplexity(dense["perplexity"]), ""], [perplexity(pruned["perplexity"]), ratio]]
-    for column in (*measures, "weights removed", "weights", "ms a token", "time"):
-        table.add_column(column, justify="right")
-    table.add_row("dense", *values[0], "", *sizes[0].cells(), "")
-    share = percent(totals["removed"] / totals["model_weights"])
-    if report.narrowed:
-        share = percent(1 - report.narrowed["model_weights"] / totals["model_weights"])
-    table.add_row(
-        f"{_amount(prune.settings)} by {_method(prune.settings)}",
-        *values[1],
-        share,
-        *sizes[1].cells(),
-        roughly(max(seconds, totals["seconds"])),  # includes interrupted runs
-    )
-    return table
-
-
-def _shares(report: PruningReport) -> str:
-    """Return a sentence that relates the sparsity of the pruned layers to that of the model."""
-    totals = report.totals
-    if report.narrowed or not totals["removed"]:
-        return ""
-    of_all = percent(totals["removed"] / totals["model_weights"])
-    return f" {percent(totals['sparsity'])} of the pruned layers' weights are {of_all} of all."
-
-
-def _equally_fast(sizes: Sequence[Size]) -> list[Size]:
-    """Return sizes with the time of the fastest.
-
-    Zeros cost as much as other weights: a dense model and its pruned copy do the same work, so that
-    their times differ only by other work on the machine.
-    """
-    times = [size.ms_a_token for size in sizes if size.ms_a_token is not None]
-    return [replace(size, ms_a_token=min(times, default=None)) for size in sizes]
-
-
-def _ratio(dense: Scores, pruned: Scores) -> float:
-    return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
-
-
-_USELESS_RATIO = 3.0
-"""The ratio of perplexities above which a pruned model is of little use."""
-_USELESS_COSINE = 0.5
-"""The mean cosine below which outputs point elsewhere: the angle is above 60°."""
-_LEAST_REMOVED = 0.001
-"""The fraction of removed weights below which a pruning has no benefit."""
-
-
-def _why_useless(dense: Scores, pruned: Scores, report: PruningReport) -> str | None:
-    """Return why a pruned model is of no use, `None` if it may be useful."""
-    totals, loss = report.totals, None
-    if "cosine" in pruned:
-        if not (cosine := pruned["cosine"] or 0.0) >= _USELESS_COSINE:
-            loss = f"The mean cosine of the outputs with those before is {number(cosine)}"
-    # The negations also catch NaN, which compares as false: a model that computes NaN is of no use.
-    elif not (ratio := _ratio(dense, pruned)) < _USELESS_RATIO:
-        loss = f"The perplexity is {number(ratio)} times that of the dense model"
-    if loss is not None:
-        return (
-            f"{loss}, which is of little use. Remove less (a lower `--sparsity`, a `--pattern` "
-            "that keeps more, or more bits), or lose less: `--recipe best` and calibration "
-            "`--text` that is like yours."
-        )
-    config = report.config
-    # Few bits or a smaller width are a benefit without any zeros.
-    is_changed = report.narrowed or any(config.get(key) for key in ("bits", "grid", "head_grid"))
-    if not is_changed and totals["removed"] < _LEAST_REMOVED * totals["model_weights"]:
-        return (
-            f"Of {totals['model_weights']:,} weights {totals['removed']:,} are removed, which "
-            "makes the model neither smaller nor faster. `--sparsity 0.5` removes half of them."
-        )
-    return None
+    seconds(2)  # warms up
+    # The least of a few, since other work on the machine only adds to it.
+    one, more = (min(seconds(tokens) for _ in range(3)) for tokens in (1, 1 + _TIMED_TOKENS))
+    return texts.Size(num_bytes, 1000 * (more - one) / _TIMED_TOKENS)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from mrp_lightning.callbacks.saving import SaveEvaluation
-from mrp_lightning.commands.arguments_given import Argument, arguments_given, is_name
-from mrp_lightning.commands.parser import Parser
+from mrp_lightning.commands.parser import Parser, is_name, keys_given
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -61,14 +60,15 @@ class PruningCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
-        self._arguments = arguments_given(sys.argv[1:] if args is None else args)
-        # The classes of the parser depend on the arguments, so these are read before the parser
-        # exists.
-        model, data = _keys(self._arguments, "model"), _keys(self._arguments, "data")
-        own_model, own_data = "class_path" in model, "class_path" in data
+        words = sys.argv[1:] if args is None else args
+        # The classes of the parser depend on the arguments, so that their keys are read before the
+        # parser exists.
+        self._data = keys_given(words, "data")
+        own_model = any(key == "class_path" for _, key in keys_given(words, "model"))
+        own_data = any(key == "class_path" for _, key in self._data)
         # A user's own model may bring its dataloaders, so text is read for it only if an option of
         # `data` is given.
-        of_text = not own_data and (not own_model or bool(data))
+        of_text = not own_data and (not own_model or bool(self._data))
         super().__init__(
             LightningModule if own_model else CausalLM,
             TextDataModule if of_text else None,
@@ -99,20 +99,12 @@ class PruningCLI(LightningCLI):
 
     @classmethod
     def of(cls, command: str) -> type["PruningCLI"]:
-        """Return the class with the parser of one subcommand alone; the class for another command.
+        """Return the class with the parser of one subcommand alone.
 
         Parsers of all subcommands list every class of Lightning, and take seconds to make.
         """
-        commands = cls.subcommands()
-        if command not in commands:
-            return cls
-
-        class OneCommand(cls):  # type: ignore[valid-type, misc]
-            @staticmethod
-            def subcommands() -> dict[str, set[str]]:
-                return {command: commands[command]}
-
-        return OneCommand
+        one = {command: cls.subcommands()[command]}
+        return type("OneCommand", (cls,), {"subcommands": staticmethod(lambda: one)})
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         """Make the trainer.
@@ -173,7 +165,6 @@ class PruningCLI(LightningCLI):
             # is recognised by its arguments.
             prunes = {"sparsity", "pattern", "save_dir"} <= {*arguments.keys()}
             if prunes and arguments["save_dir"] is None and not trainer.fast_dev_run:
-                _make(callback)  # raises first if other arguments are wrong
                 raise OptionError(
                     "`trainer.callbacks.save_dir`: `predict` would prune the model and keep "
                     "nothing of it. Add `--trainer.callbacks.save_dir=DIR`, or "
@@ -185,22 +176,17 @@ class PruningCLI(LightningCLI):
 
         Two texts of one file, or of the command line, contradict each other, and raise.
         """
-        options = [*self._arguments, *self.parser.defaults_given]  # type: ignore[attr-defined]
-        paths = ["", *(f"{option.path}." for option in options)]
-        origins = ["the defaults", *(option.file for option in options)]
+        origins = ["the defaults", *(origin for origin, _ in self._data)]
+        positions = {key: number for number, (_, key) in enumerate(self._data, start=1)}
         for rule in exclusive_keys(data.get("calibration")):
-            texts: list[tuple[int, str, list[str]]] = []
-            for group in rule:
-                if keys := [key for key in group if data.get(key)]:
-                    starts = tuple(f"data.{key}." for key in keys)
-                    last = max(
-                        i for i, path in enumerate(paths) if not i or path.startswith(starts)
-                    )
-                    texts.append((last, origins[last], keys))
-            # Positions count along the command line, files expanded, and the last one wins, as
-            # jsonargparse overrides. The defaults have position 0, before all others.
-            for _, origin, keys in sorted(texts)[:-1]:
-                _, last_origin, last_keys = max(texts)
+            groups = [[key for key in group if data.get(key)] for group in rule]
+            # jsonargparse lets the last of several values win; here the last of several texts does.
+            texts = sorted(
+                (max(positions.get(key, 0) for key in keys), keys) for keys in groups if keys
+            )
+            for position, keys in texts[:-1]:
+                last_position, last_keys = texts[-1]
+                origin, last_origin = origins[position], origins[last_position]
                 if origin == last_origin:
                     raise OptionError(
                         f"{origin or 'the command line'}: {ONE_TEXT}. It names {_named(keys)} and "
@@ -238,17 +224,5 @@ class PruningCLI(LightningCLI):
             raise OptionError(_NO_PRUNING)
 
 
-def _make(callback: Namespace) -> None:
-    parser = Parser()
-    parser.add_subclass_arguments(Callback, "callback")
-    parser.instantiate(Namespace(callback=callback))
-
-
 def _named(keys: Iterable[str]) -> str:
     return ", ".join(f"`data.{key}`" for key in keys)
-
-
-def _keys(arguments: Iterable[Argument], group: str) -> set[str]:
-    """Return the keys of a group of options that a command line and its files set."""
-    paths = [one.path.split(".") for one in arguments]
-    return {path[1] for path in paths if path[0] == group and len(path) > 1}

@@ -1,18 +1,18 @@
 """The command line: LightningCLI's commands (`predict` prunes), and further commands."""
 
 import gc
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from mrp_lightning.commands.command import exit_on_mistake
-from mrp_lightning.environment import __version__, extra, silent_start, wait_briefly
+from mrp_lightning.commands.command import exit_on_mistake, nearest
+from mrp_lightning.environment import __version__, extra
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
 _OF_LIGHTNING = {
@@ -49,8 +49,12 @@ def main(args: list[str] | None = None) -> None:
             where Lightning would return 0.
     """
     words = sys.argv[1:] if args is None else args
-    if args is None:  # a caller in Python has its own environment
-        wait_briefly()
+    if args is None and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        # Before torch is loaded. libgomp's threads wait for each other in a loop of 300,000 turns,
+        # some ten milliseconds; if other work leaves too few cores, it occupies the core that a
+        # slower thread needs, at each of thousands of products. A caller in Python has its own
+        # environment.
+        os.environ["GOMP_SPINCOUNT"] = "1000"
     try:
         with exit_on_mistake():
             _run(words, args)
@@ -72,16 +76,11 @@ def _run(words: list[str], args: list[str] | None) -> None:
     if first == "--version":
         sys.stdout.write(f"mrp-lightning {__version__}\n")
         return
-    with extra("cli", "The command line"):
-        from mrp_lightning.commands.arguments_given import check_arguments, has_sections
-    if first.startswith("-") and not has_sections(words, list(_OF_LIGHTNING)):
+    if first.startswith("-"):
         name = next((word for word in words if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in words if word != name)
         raise OptionError(f"the command comes first: `mrp-lightning {name} {options}`.")
-    # Mistakes in files are reported before Lightning and transformers are imported, which takes
-    # seconds.
-    check_arguments(first, words[1:])
-    if first in _OF_LIGHTNING or first.startswith("-"):
+    if first in _OF_LIGHTNING:
         _run_lightning(first, args)
     else:
         command_named(first)(words[1:])
@@ -121,7 +120,8 @@ def command_named(name: str) -> Callable[[list[str]], None]:
     if name in _COMMANDS:
         module, _ = _COMMANDS[name]
         _require_not_hidden(module)
-        main = import_module(module).main
+        with extra("cli", f"`{name}`"):
+            main = import_module(module).main
         return main
     # Plugins come after the package's own commands, so that none can replace one of these.
     plugins = entry_points(group=GROUP)
@@ -130,9 +130,7 @@ def command_named(name: str) -> Callable[[list[str]], None]:
         main = plugin.load()
         return main
     commands = [*_COMMANDS, *_OF_LIGHTNING, *plugins.names]
-    matches = get_close_matches(name, commands, n=1)
-    meant = f"Did you mean `{matches[0]}`?" if matches else f"There are {', '.join(commands)}."
-    raise OptionError(f"there is no command `{name}`. {meant}")
+    raise OptionError(f"there is no command `{name}`. {nearest(name, commands)}")
 
 
 def _run_lightning(command: str, args: list[str] | None) -> None:
@@ -141,11 +139,12 @@ def _run_lightning(command: str, args: list[str] | None) -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from mrp_lightning.commands.lightning_cli import PruningCLI
+    from mrp_lightning.commands.quiet import without_loading_bars
     from mrp_lightning.signals import interruptible, unclaimed_signals
 
     try:
         # From the first file read on, since a trainer handles signals only between batches.
-        with interruptible(unclaimed_signals(), at_once=True), silent_start():
+        with interruptible(unclaimed_signals(), at_once=True), without_loading_bars():
             PruningCLI.of(command)(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())

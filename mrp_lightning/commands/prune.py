@@ -11,7 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from mrp_lightning.commands.command import add_model_options, make_parser, number_from
+from mrp_lightning.commands.command import (
+    CommandParser,
+    add_model_options,
+    make_parser,
+    number_from,
+)
+from mrp_lightning.environment import extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.arguments import PruningArguments
 
@@ -39,13 +45,6 @@ _OF_TEXT = (
     "tokenizer",
 )
 _SETTINGS = [field.name for field in fields(PruningArguments)]
-
-_SPELLINGS = {
-    "resume: false": "--restart",
-    "calibration": "--text",
-    "calibration: self": "own text (no `--text`)",
-}
-"""The words for keys of YAML files that messages name and `prune` has not."""
 
 _DESCRIPTION = (
     "Prune or quantise a language model, measure its perplexity before and after on text that it "
@@ -199,29 +198,10 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool,
     return "\n".join([*lines, f"  mrp-lightning report {directory}"])
 
 
-_HELP = {
-    "method": "JM (default), SM (of the paper), SSM, SS (SparseGPT), wanda, …",
-    "sparsity": "the fraction of the weights to remove, such as 0.5",
-    "pattern": "N:M keeps N of every M consecutive weights of a row, such as 2:4",
-    "bits": "3, 4 or 8: the kept weights are put on a grid; alone, it is quantisation",
-    "group_size": "the number of columns that share a scale, for --bits",
-    "grid": "the type of an engine, such as q4_0, iq4_nl or int4-g128, which an export holds",
-    "head_grid": "the same for the output head, and embeddings that are tied to it",
-    "balance": "scale columns before they are put on a grid, so that it loses less",
-    "target": "own (default), or dense: make up for the losses of earlier blocks",
-    "tuning": "tune the kept weights of each block towards its dense outputs",
-    "ignore": "layers to leave dense, such as down_proj or layers.0",
-    "targets": "layers to prune (default: all in the blocks but routers)",
-    "skip_indivisible": "leave layers dense whose columns the pattern does not divide",
-    "allocation": "uniform (default), or output: a lower sparsity where more is lost",
-    "structure": "neurons, heads or experts: remove these whole, --sparsity of them",
-}
-"""Short help on common settings; the others show the first sentence of their docstrings."""
-
-
 def _first_sentences() -> dict[str, str]:
     """Return the first sentence on each of the arguments, with its default if it is a value."""
-    from docstring_parser import parse_from_object  # reads and parses source files
+    with extra("cli", "Help on `prune`"):
+        from docstring_parser import parse_from_object  # reads and parses source files
 
     sentences = {}
     # Base classes come first, so that a derived class's sentence on an argument replaces an earlier
@@ -235,12 +215,11 @@ def _first_sentences() -> dict[str, str]:
     return sentences
 
 
-def _add_settings(parser: Any, *, with_help: bool) -> None:
+def _add_settings(parser: CommandParser, *, with_help: bool) -> None:
     """Add an option without default for each of the `PruningArguments`."""
     hints, texts = get_type_hints(PruningArguments), _first_sentences() if with_help else {}
-    texts |= _HELP
     shown = parser.add_argument_group("what is done, as `Settings` documents it")
-    for name in sorted(_SETTINGS, key=lambda name: name not in _HELP):
+    for name in _SETTINGS:
         kinds = {*(get_args(hints[name]) or [hints[name]])}
         option, text = f"--{name.replace('_', '-')}", texts.get(name)
         if bool in kinds:
@@ -253,13 +232,14 @@ def _add_settings(parser: Any, *, with_help: bool) -> None:
             shown.add_argument(option, type=kind, help=text)
 
 
-def _parser(args: Sequence[str] = ()) -> Any:
+def _parser(args: Sequence[str] = ()) -> CommandParser:
     parser = make_parser("mrp-lightning prune", _DESCRIPTION)
-    parser.spellings = _SPELLINGS
     add_model_options(parser)
     option = parser.add_argument
-    text = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "
-    text += "also puts the weights on a grid of 4 bits; in place of a method"
+    text = (
+        "joint (JM, the default), paper (SM), best (JM, dense target, tuned blocks), or best_4bit, "
+    )
+    text += "which also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=text)
     _add_settings(parser, with_help=not {"-h", "--help"}.isdisjoint(args))
     group = parser.add_argument_group("text")

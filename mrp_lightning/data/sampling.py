@@ -150,7 +150,7 @@ def write(
         raise DataError(
             "`calibration: self`: the model writes little but the token "
             f"{int(tokens[frequent_token])}: {part:.0%} of its text. That is nothing to calibrate "
-            "on. Name a text in `calibration` or `train_files`."
+            "on. Name a text in `calibration` or `train_files` (`prune --text`)."
         )
     return written.cpu()
 
@@ -224,7 +224,7 @@ def require_writer(model: Any) -> PreTrainedModel:
         return model
     raise TargetError(
         "`calibration: self` needs one causal language model, which writes its own text; "
-        f"{problem}. Name a text in `calibration` or `train_files`."
+        f"{problem}. Name a text in `calibration` or `train_files` (`prune --text`)."
     )
 
 

@@ -16,12 +16,10 @@ from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
 from mrp_ground.environment import machine
 from mrp_lightning.callbacks.saving import SaveEvaluation
-from mrp_lightning.commands.arguments_given import Argument
 from mrp_lightning.commands.lightning_cli import PruningCLI
-from mrp_lightning.commands.parser import Parser
+from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.commands.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.data.data_module import TextDataModule
-from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
 from mrp_lightning.experiments.inputs import changes, digests
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
@@ -59,11 +57,12 @@ class RunConfiguration(PruningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the files, with missing required keys from the options; set these, parse again."""
-        assert isinstance(parser, Parser)
-        parser.defaults_given = [
-            Argument(key.replace(".init_args", ""), str(value))
+        # The options come after the files: a text that they name overrides a text of a file.
+        self._data += [
+            ("", key.split(".")[1])
             for option, values in self._options.items()
-            for key, value in _flat(values, option)
+            for key, _ in _flat(values, option)
+            if key.startswith("data.")
         ]
         required = Namespace()  # a file may lack required keys
         for key, value in self._options.items():

@@ -1,28 +1,14 @@
 """`mrp-lightning sweep`: many runs, resumed after an interruption, and their tables."""
 
-import re
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 from mrp_lightning.commands.parser import Parser
-from mrp_lightning.errors import FAILED, OptionError
-from mrp_lightning.experiments.sweep import ModelTrials, Sweep
+from mrp_lightning.errors import FAILED
+from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.storage.outputs import require_writable
 
 _DESCRIPTION = str(Sweep.__doc__).partition("Args:")[0].strip()
-
-
-_EXAMPLES = {
-    "base": "[predict.yaml]",
-    "models": "{opt: {options: {model.model: facebook/opt-125m}}}",
-    "runs": '{"2:4": [SM, JM]}',
-    "recipes": "{best: {method: JM, target: dense, tuning: true}}",
-    "seeds": "[0, 1]",
-    "vary": "{data.num_samples: [32, 128]}",
-    "zeroshot": "[hellaswag, piqa]",
-}
-"""A value of each argument that takes a collection, for messages."""
 
 
 def main(args: list[str]) -> None:
@@ -78,15 +64,6 @@ def read_sweep(args: list[str]) -> Sweep:
     parser = Parser(prog="mrp-lightning sweep", description=_DESCRIPTION)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
-    try:
-        options = parser.parse_args(args)
-    except OptionError as error:
-        key = re.search(rf"`({'|'.join(_EXAMPLES)})`: expected", str(error), re.IGNORECASE)
-        if key is None:
-            raise
-        example = f"Write for instance `{key[1]}: {_EXAMPLES[key[1]]}`."
-        raise OptionError(f"{str(error).rstrip('.')}. {example}") from error
-    keys = [field.name for field in fields(ModelTrials)]
-    parser.refuse_unknown({f"models.{name}": keys for name in options.models or ()})
+    options = parser.parse_args(args)
     arguments = vars(parser.instantiate(options))
     return Sweep(**{key: value for key, value in arguments.items() if key != "config"})

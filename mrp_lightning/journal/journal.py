@@ -464,8 +464,8 @@ class Journal(AbstractContextManager["Journal"]):
             raise JournalError(
                 f"{self.path} is the journal of an unfinished run, "
                 f"{counted(len(earlier.shards), 'block')} far, {apart}. Set "
-                "`resume: false` to give it up and start afresh, name another directory, or go on "
-                "with the model and the settings it was started with. "
+                "`resume: false` (`prune --restart`) to give it up and start afresh, name another "
+                "directory, or go on with the model and the settings it was started with. "
                 f"What differs:\n{listed}"
             )
         # The facts for a report are those of the run that goes on.

@@ -151,7 +151,10 @@ class Manifest:
             FileNotFoundError: There is no manifest.
             JournalError: The file is damaged, or of another version of mrp-lightning.
         """
-        file, remedy = directory / NAME, "set `resume: false` to start the run afresh"
+        file, remedy = (
+            directory / NAME,
+            "set `resume: false` (`prune --restart`) to start afresh",
+        )
         try:
             content = read_json(file, remedy, FORMAT_VERSION)
             manifest = as_dataclass(cls, content, str(file), remedy)
@@ -160,7 +163,7 @@ class Manifest:
         if content.pop("sha256", None) != _checksum(content):
             raise JournalError(
                 f"{file} is damaged: its checksum is not that of its content. Set `resume: false` "
-                "to start the run afresh."
+                "(`prune --restart`) to start the run afresh."
             )
         return manifest
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.devices import warn_of_unused_gpu
-from mrp_lightning.environment import silence_lightning
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.distributed import require_whole_models
@@ -30,8 +29,6 @@ from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream.lightning_names import in_order, unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
-
-silence_lightning()
 
 
 class Trainer(pl.Trainer):

@@ -71,9 +71,9 @@ class PruningArguments(LayerSettings):
     data, and changes weights of norms in the checkpoint. For `bits` and `grid` only."""
 
     target: str = "own"
-    """With "own", a layer's target is the output of its dense weight on its inputs in the pruned
-    model. With "dense", it is the layer's output in the dense model, which compensates for losses
-    of earlier blocks, but runs each block twice as often; it needs a method with compensation.
+    """A layer's target: "own", the output of its dense weight on its inputs in the pruned model, or
+    "dense", its output in the dense model, which compensates for losses of earlier blocks. The
+    latter runs each block twice as often, and needs a method with compensation.
     docs/methods.md describes this argument and the next three."""
 
     target_weight: float | None = None
@@ -81,9 +81,9 @@ class PruningArguments(LayerSettings):
     `target` "own" it must be `None`."""
 
     allocation: str = "uniform"
-    """With "uniform", all blocks get the same sparsity. With "output", blocks whose pruning changes
-    the model's output more get a lower sparsity, at the same total; this takes a dry run of the
-    pruning. For `sparsity` only."""
+    """"uniform": all blocks get the same sparsity; "output": a lower one where pruning changes the
+    model's output more, at the same total. The latter takes a dry run of the pruning. For
+    `sparsity` only."""
 
     tuning: bool | BlockTuning = False
     """Whether the kept weights of each pruned block are tuned towards its outputs in the dense

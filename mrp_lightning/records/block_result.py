@@ -163,7 +163,7 @@ class BlockResult:
             content = json.loads(text)
         except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
             content = None  # refused below, as any content that is no result
-        remedy = "set `resume: false` to start the run afresh"
+        remedy = "set `resume: false` (`prune --restart`) to start the run afresh"
         header = as_dataclass(_Header, content, str(file), remedy)
         return cls(header.name, tuple(map(LayerResult, header.layers)), header.block, weights)
 

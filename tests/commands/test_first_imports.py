@@ -43,7 +43,6 @@ _HEAVY = {
 _NAMES = [*command_line._COMMANDS]
 _COMMANDS = [
     *([], ["--help"], ["--version"], ["no"]),
-    *(["predict"], ["predict", "x.yaml"]),
     *([name, *option] for name in _NAMES for option in ([], ["--help"], ["--no=x"])),
     ["prune", "tiny", "--sparsty=0.5"],
 ]

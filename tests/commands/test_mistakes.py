@@ -1,4 +1,4 @@
-"""What the command line says of a mistake: one line with the cause and the next step, status 2."""
+"""What the command line says of a mistake: the cause and the next step, with status 2."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import mrp_lightning.commands.main as command_line
 from mrp_lightning.commands.main import main
 
 ROOT = Path(__file__).parents[2]
+CALLBACK = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
 
 
 @pytest.fixture
@@ -35,16 +36,15 @@ def arguments(tiny_llama: Path, tmp_path: Path) -> list[str]:
 
 
 def said(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What ends the command, which is one line."""
+    """The message that ends the command."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(args)
     assert stop.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    (line,) = [line for line in lines if line.startswith("error: ")]
-    assert line == lines[-1]
-    assert not any("usage" in line or "Traceback" in line for line in lines)
-    return line
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert shown.count("error: ") == 1
+    return shown[shown.index("error: ") :].rstrip()
 
 
 @pytest.mark.parametrize("callbacks", [[], ["--trainer.callbacks=callbacks.SaveEvaluation"]])
@@ -55,132 +55,56 @@ def test_predict_with_nothing_that_prunes(callbacks, arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("yaml", "wrong", "meant"),
+    ("yaml", "wrong"),
     [
-        ("data: {num_sample: 3}", "num_sample", "`data.num_samples`"),
-        ("model: {modle: there}", "modle", "`model.model`"),
-        ("trainer: {acelerator: cpu}", "acelerator", "`trainer.accelerator`"),
-        ("dta: {num_samples: 3}", "dta", "`data`"),
+        ("data: {num_sample: 3}", "num_sample"),
+        ("data: {num_samples: many}", "many"),
+        ("dta: {num_samples: 3}", "dta"),
+        ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback"),
         (
             "trainer: {callbacks: "
             "[{class_path: callbacks.MRPCallback, init_args: {patern: '2:4'}}]}",
             "patern",
-            "`pattern`",
         ),
-        (
-            "trainer: {callbacks: [{class_path: callbacks.MRPCalback}]}",
-            "MRPCalback",
-            "`callbacks.MRPCallback`",
-        ),
-        (
-            "trainer: {callbacks: {class_path: calbacks.MRPCallback}}",
-            "calbacks",
-            "`callbacks.MRPCallback`",
-        ),
-        ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback", "`callbacks.MRPCallback`"),
+        ("data: {seed: 1, seed: 2}", "given twice: seed"),
+        ("data: {seed: [1", "while parsing"),
     ],
 )
-def test_a_name_that_does_not_exist_in_yaml(yaml, wrong, meant, arguments, tmp_path, capsys):
+def test_a_mistake_in_yaml(yaml, wrong, arguments, tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(f"{yaml}\n")
-    line = said([*arguments, f"--config={config}"], capsys)
-    assert wrong in line
-    assert meant in line
-    assert len(line) < 300
+    assert wrong in said([*arguments, f"--config={config}"], capsys)
 
 
 @pytest.mark.parametrize(
     ("option", "meant"),
     [
-        ("--data.nm_samples=3", "`data.num_samples`"),
-        ("--trainer.callbacks.patern=2:4", "`pattern`"),
-        ("--pattern=2:4", "`--trainer.callbacks.pattern`, behind"),
+        ("--data.num_samples=many", "many"),
+        ("--data.num=3", "--data.num=3"),  # options are not abbreviated
+        ("--pattern=2:4", "--pattern"),
+        ("--config=none.yaml", "none.yaml"),
+        ("run.yaml", "run.yaml"),
+        ("--trainer.limit_predict_batches=-1", "limit_predict_batches"),
     ],
 )
-def test_a_name_that_does_not_exist_on_the_command_line(option, meant, arguments, capsys):
-    callback = "--trainer.callbacks=callbacks.MRPCallback"
-    line = said([*arguments, callback, option], capsys)
-    assert meant in line
-    assert len(line) < 300
-
-
-@pytest.mark.parametrize(
-    ("lines", "number", "meant"),
-    [
-        (["data:", "  seed: 1", "  num_sample: 3"], 3, "`data.num_samples`"),
-        (["", "dta:", "  num_samples: 3"], 2, "`data`"),
-        (["data:", "  # how many", "  num_samples: many"], 3, "many"),
-        (
-            [
-                "data: {seed: 1}",
-                "trainer:",
-                "  callbacks:",
-                "  - class_path: callbacks.MRPCallback",
-                "    init_args:",
-                "      sparsity: 0.5",
-                "      patern: '2:4'",
-            ],
-            7,
-            "`pattern`",
-        ),
-        (
-            ["trainer:", "  callbacks:", "  - class_path: callbacks.MRPCalback"],
-            3,
-            "`callbacks.MRPCallback`",
-        ),
-        (["data:", "  seed: [1", "  num_samples: 2"], 3, "no YAML"),
-    ],
-)
-def test_the_file_and_the_line_of_a_mistake(lines, number, meant, arguments, tmp_path, capsys):
-    config, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
-    config.write_text("\n".join(lines) + "\n")
-    other.write_text("data: {num_samples: 3}\n")
-    files = [f"--config={other}", "--config", str(config)]
-    line = said([arguments[0], *files, *arguments[1:]], capsys)
-    assert line.startswith(f"error: {config}, line {number}: ")
-    assert meant in line
-
-
-def test_the_line_in_the_file_of_a_group(arguments, tmp_path, capsys):
-    data = tmp_path / "data.yaml"
-    data.write_text("seed: 1\nnum_sample: 3\n")
-    assert f"{data}, line 2: " in said([*arguments, f"--data={data}"], capsys)
-
-
-@pytest.mark.parametrize(
-    ("options", "meant"),
-    [
-        (["--model.mod=there"], "`model.model`"),
-        (["--data.num=3"], "`data.num_samples`"),
-        (["--conf", "run.yaml"], "`config`"),
-    ],
-)
-def test_options_are_not_abbreviated(options, meant, arguments, capsys):
-    line = said([*arguments, *options], capsys)
-    assert "there is no option" in line
-    assert meant in line
+def test_a_mistake_in_an_option(option, meant, arguments, capsys):
+    options = [*CALLBACK, "--trainer.callbacks.save_dir=out", option]
+    assert meant in said([*arguments, *options], capsys)
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (
-            ["models: {tiny: {options: {}}}", "seed: 3"],
-            "line 2: there is no option `seed`.*`seeds`",
-        ),
-        (["models: {tiny: {optons: {}}}"], "line 1: .*required: options.*`options` by `optons`"),
-        (["modls: {tiny: {options: {}}}"], "line 1: .*required: models.*`models` by `modls`"),
-        (["models: {tiny: DIR}"], "`models`: expected a mapping. .* `models: {opt: {options: {mo"),
-        (["models: [DIR]"], "line 1: `models`: expected a mapping.*`models: {opt: {options: {mo"),
-        (["models: {tiny: {options: DIR}}"], "`models`: `options`: expected a mapping"),
-        (["models: {tiny: {options: {}}}", "vary: 3"], "line 2: `vary`: expected a mapping"),
+        (["models: {tiny: {options: {}}}", "seed: 3"], "seed"),
+        (["models: {tiny: {optons: {}}}"], "required: options"),
+        (["models: {tiny: {options: {}}}", "vary: 3"], "vary"),
+        (["models: {tiny: {options: {}}}", "out: here"], "given twice: out"),
     ],
 )
-def test_a_mistake_in_a_sweep_is_a_line(lines, message, tmp_path, capsys):
+def test_a_mistake_in_a_sweep(lines, message, tmp_path, capsys):
     config = tmp_path / "sweep.yaml"
     config.write_text("\n".join([*lines, "base: []", "out: out", "runs: {'2:4': [SM]}"]))
-    assert re.search(message, said(["sweep", f"--config={config}"], capsys))
-    assert "`config`" in said(["sweep", f"--conf={config}"], capsys)
+    assert message in said(["sweep", f"--config={config}"], capsys)
 
 
 @pytest.mark.parametrize("command", ["layers", "zeroshot", "report"])
@@ -193,16 +117,22 @@ def test_other_commands_take_no_abbreviations(command, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["layers"], "`mrp-lightning layers` needs `MODEL`; see `mrp-lightning layers --help`."),
-        (["generate", "model"], "needs `--prompt`; see"),
-        (
-            ["predict", "--trainer.callbacks=MRPCallback"],
-            "`mrp-lightning predict` needs `--model.model`; see `mrp-lightning predict --help`.",
-        ),
-        (["prune", "m", "--sparsity=0,5"], "`--sparsity`: expected a number. Got 0,5. Write 0.5."),
-        (["layers", "./absent"], "`MODEL`: there is no directory ./absent in /"),
+        (["layers"], "give MODEL once"),
+        (["layers", "a", "--model=b"], "give MODEL once"),
+        (["prune", "--pattern=2:4", "--model"], "`--model`: expected one argument"),
+        (["generate", "model"], "required: --prompt; see `mrp-lightning generate --help`"),
+        (["gguf"], "required: RUN"),
+        (["predict", *CALLBACK], "model.model"),
+        (["prune", "m", "--sparsity=0,5"], "`--sparsity`: invalid float value: '0,5'"),
+        (["prune", "m", "--sparsty=0.5"], "`--sparsty`. Did you mean `--sparsity`?"),
+        (["prune", "m", "--group_size=32"], "`--group_size`. Did you mean `--group-size`?"),
+        (["prune", "m", "n", "--bits=4"], "`n` is of no option"),
+        (["layers", "./absent"], "`model`: there is no directory ./absent in /"),
         (["prune", "m", "--seed=-1"], "`--seed`: expected a number from 0, got '-1'"),
         (["gguf", "model", "--type=q9"], "`--type`: invalid choice: 'q9'"),
+        (["predct", "--config=x.yaml"], "`predict`"),
+        (["layer"], "`layers`"),
+        (["--config", "run.yaml", "predict"], "first: `mrp-lightning predict --config run.yaml`"),
     ],
 )
 def test_an_argument_is_named_as_it_is_typed(args, message, capsys):
@@ -225,29 +155,12 @@ def test_a_start_names_nothing_that_is_not_there(tiny_llama, tmp_path, monkeypat
     assert [line for line in lines if line.strip() and not known.match(line)] == []
     script = "from huggingface_hub.utils import are_progress_bars_disabled as no_downloads\n"
     script += "from transformers.utils.logging import is_progress_bar_enabled as has_bars\n"
-    script += "from mrp_lightning.environment import silent_start\n"
-    script += "with silent_start(): print(no_downloads(), has_bars())\n"
+    script += "from mrp_lightning.commands.quiet import without_loading_bars\n"
+    script += "with without_loading_bars(): print(no_downloads(), has_bars())\n"
     script += "print(no_downloads(), has_bars())"
     shown = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=shown)
     assert out.stdout.split() == ["False", "False", "False", "True"]
-
-
-@pytest.mark.parametrize(("wrong", "meant"), [("predct", "`predict`"), ("layer", "`layers`")])
-def test_a_command_that_does_not_exist(wrong, meant, capsys):
-    assert meant in said([wrong, "--config=x.yaml"], capsys)
-
-
-def test_a_value_of_the_wrong_type_is_named(arguments, capsys):
-    arguments += ["--data.num_samples=many"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "data.num_samples" in error
-    assert "many" in error
 
 
 def test_an_accelerator_that_is_not_there(arguments, capsys, monkeypatch):
@@ -259,12 +172,6 @@ def test_an_accelerator_that_is_not_there(arguments, capsys, monkeypatch):
         assert f"Got {name}" in line
         assert "auto" in line
         assert "cpu" in line
-
-
-def test_what_lightning_refuses(arguments, capsys):
-    arguments += [*CALLBACK, "--trainer.callbacks.save_dir=out"]
-    arguments += ["--trainer.limit_predict_batches=-1"]
-    assert "limit_predict_batches" in said(arguments, capsys)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +189,7 @@ def test_strategies_that_cannot_prune_are_refused_in_a_line(strategy, reason, ar
 
 
 def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
-    """Their folder hides our short name alone, and the message says the long one."""
+    """Their folder hides our short name alone."""
     (tmp_path / "callbacks").mkdir()
     (tmp_path / "callbacks" / "__init__.py").write_text("class Mine: pass")
     code = (
@@ -297,7 +204,7 @@ def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
         subprocess.run([sys.executable, "-c", code.format(name)], **options).stderr
         for name in ("callbacks", "mrp_lightning.callbacks")
     ]
-    assert "Did you mean `mrp_lightning.callbacks.MRPCallback`?" in shown[0]
+    assert "callbacks.MRPCallback" in shown[0]
     assert "`--trainer.callbacks.save_dir=DIR`" in shown[1]
 
 
@@ -365,9 +272,6 @@ def test_other_packages_add_commands(monkeypatch):
     assert seen == [["--option"]]
 
 
-CALLBACK = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
-
-
 @pytest.mark.parametrize("options", [[], ["--trainer.callbacks.sparsity=0.5"]])
 def test_what_is_pruned_for_nothing_is_refused_before_a_model_is_loaded(options, arguments, capsys):
     callback = [*CALLBACK[:1], *(options or CALLBACK[1:]), "--model.model=./absent"]
@@ -393,109 +297,13 @@ def test_a_callback_without_a_pattern_is_explained_in_a_line(arguments, tmp_path
     (tmp_path / "more.yaml").write_text(f"trainer: {{callbacks: [{{{callback}}}]}}\n")
     for name in ("one", "more"):
         line = said([*arguments, f"--config={tmp_path / name}.yaml"], capsys)
-        assert line.startswith("error: give exactly one of `sparsity` and `pattern`; got neither")
-
-
-@pytest.mark.parametrize(
-    ("option", "line"),
-    [
-        ("callbacks.sparsity=50%", "expected a number or null. Got 50%. Write 0.5."),
-        ("callbacks.tuning=5", "expected true, false or a BlockTuning with its arguments. Got 5."),
-        ("precision=17", ", bf16-true, bf16-mixed, 32-true, 64-true, bf16 or null. Got 17."),
-    ],
-)
-def test_a_value_of_no_type_that_is_taken(option, line, arguments, capsys):
-    found = said([*arguments, *CALLBACK, f"--trainer.{option}"], capsys)
-    assert found.startswith(f"error: `trainer.{option.partition('=')[0]}`: expected ")
-    assert found.endswith(line)
-
-
-def test_a_class_that_takes_no_arguments(arguments, capsys):
-    callback = ["--trainer.callbacks=lightning.Callback", "--trainer.callbacks.pattern=2:4"]
-    line = said([*arguments, *callback], capsys)
-    assert line.endswith("Callback has no argument `pattern`. It takes none: leave this out.")
-
-
-SWEEP = "models: {tiny: {options: {}}}\nbase: []\nruns: {}\n"
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["predict"], "`predict` needs a model, and a callback .* --help` lists all."),
-        (["test"], "`test` needs a model: `--model.model=MODEL`"),
-        (["sweep"], "`sweep` needs .* `mrp-lightning sweep --config=FILE`"),
-        (["--config", "run.yaml", "predict"], "first: `mrp-lightning predict --config run.yaml`"),
-        (["--config=run.yaml"], "first: `mrp-lightning COMMAND --config=run.yaml`"),
-        (["predict", "run.yaml"], "`run.yaml`: of no option .* Write `--config=run.yaml`"),
-        (["sweep", "sweep.yaml"], "Write `--config=sweep.yaml`"),
-        (
-            ["predict", "--data.train_files", "a", "b", "c", "--seed=1"],
-            r"`b`, `c`: of no option.* `--data.train_files='\[a, b, c\]'`",
-        ),
-        (["predict", "x"], "`x`: of no option .* Options are `--NAME=VALUE`"),
-        (
-            ["predict", "--config=sweep.yaml"],
-            "sweep.yaml is of a sweep .*Run `mrp-lightning sweep --config=sweep.yaml`",
-        ),
-        (
-            ["sweep", "--config=run.yaml"],
-            "run.yaml is of one run .*Run `mrp-lightning predict --config=run.yaml`",
-        ),
-        (["predict", "--config=none.yaml"], "expected a YAML file. There is no none.yaml"),
-        (
-            ["test", "--model", "none.yaml"],
-            "there is no none.yaml. Expected a model dir",
-        ),
-        (
-            ["fit", "--data=none.yml"],
-            "there is no none.yml. Expected a YAML file of what",
-        ),
-        (["fit", "-c", "empty.yaml"], "empty.yaml: expected keys .* It holds nothing"),
-        (["sweep", "--config=list.yaml"], "list.yaml: expected keys .* It holds a sequence"),
-        (
-            ["predict", "--config=twice.yaml"],
-            "twice.yaml, line 4: the key `num_samples` is given twice, first in line 2",
-        ),
-        (["predict", "--config=nested.yaml"], "group.yaml, line 2: .* twice, first in line 1"),
-        (["predict", "--config=line.yaml"], "line.yaml, line 1: .*`seed` is given twice"),
-    ],
-)
-def test_what_is_told_before_lightning_is_loaded(args, message, tmp_path, monkeypatch, capsys):
-    files = {
-        "run": "data: {num_samples: 3}",
-        "sweep": SWEEP,
-        "empty": "# nothing yet",
-        "list": "- a",
-        "twice": "data:\n  num_samples: 3\n  seed: 1\n  num_samples: 4",
-        "nested": "data: group.yaml",
-        "group": "seed: 1\nseed: 2",
-        "line": "data: {seed: 1, seed: 2}",
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command_line, "_run_lightning", lambda _: pytest.fail("it is loaded"))
-    monkeypatch.setattr(command_line, "import_module", lambda _: pytest.fail("it is loaded"))
-    assert re.search(message, said(args, capsys))
-
-
-@pytest.mark.parametrize("model", [["--model"], ["--model="], ["--model=", "--text=a.txt"]])
-def test_an_option_for_the_model_without_a_model(model, capsys):
-    message = said(["prune", "--pattern=2:4", *model], capsys)
-    assert message.startswith("error: `--model` has no value: give a directory")
+        assert "give exactly one of `sparsity` and `pattern`; got neither" in line
 
 
 def test_a_group_of_options_is_longer_than_the_name_of_a_file(arguments, capsys):
     data = {"train_files": ["a" * 200 + ".txt"] * 3}
     line = said([*arguments[:2], *CALLBACK, f"--data={json.dumps(data)}"], capsys)
     assert "save_dir" in line  # the group of options is read
-
-
-def test_a_file_with_sections_for_commands_may_come_first(tiny_llama, tmp_path, capsys):
-    config = tmp_path / "all.yaml"
-    config.write_text(f"predict: {{model: {{model: {tiny_llama}}}}}\n")
-    assert "no callback here does" in said([f"--config={config}", "predict"], capsys)
 
 
 def test_without_a_command_the_help_is_shown(capsys):
@@ -519,18 +327,6 @@ def test_help_names_every_command_in_a_line(capsys):
     commands = {"fit", "validate", "test", "predict"}
     commands |= {"layers", "zeroshot", "report", "sweep", "export", "gguf", "generate"}
     assert named.keys() >= commands
-
-
-def test_a_name_that_was_given_is_not_taken_for_another(arguments, capsys):
-    callback = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
-    wrong = ["--trainer.callbacks.targets=[q_proj]", "--trainer.callbacks.target=[1]"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, *callback, *wrong])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert "target" in error
-    assert "Did you mean" not in error
 
 
 @pytest.mark.parametrize("out", ["--trainer.callbacks.save_dir=out", None])
