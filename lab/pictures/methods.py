@@ -23,7 +23,6 @@ from mrp_lightning.experiments.pictures import (
     RULE,
     STYLE,
     color_of,
-    label_ends,
     line_styles,
     marker_of,
 )
@@ -149,14 +148,12 @@ def draw_errors(errors: Mapping[str, list[float]]) -> Figure:
     figure = Figure(figsize=(5.6, 3.2), layout="constrained")
     axes = figure.subplots()
     methods = [str(recipe["method"]) for recipe in RECIPES.values()]
-    ends = {}
     for (name, values), line in zip(errors.items(), line_styles(methods), strict=True):
-        axes.plot(values, **line)
-        ends[name] = (len(values) - 1.0, values[-1], str(line["color"]))
+        axes.plot(values, label=name, **line)
     axes.set(xlabel="after block", ylabel="‖x̂ − x_d‖² / ‖x_d‖²", ylim=(0, None))
     axes.set_xticks(range(len(values)))
     axes.xaxis.grid(False)
-    label_ends(axes, ends)
+    axes.legend(frameon=False)
     return figure
 
 

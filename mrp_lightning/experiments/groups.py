@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isclose
@@ -12,7 +12,7 @@ from typing import Any
 from mrp_lightning.experiments.runs import CALIBRATION, RunDirectory
 from mrp_lightning.experiments.trials import Trial, has_blocks
 from mrp_lightning.records import report
-from mrp_lightning.records.evaluation import Evaluation, Scores
+from mrp_lightning.records.evaluation import Evaluation
 
 _BASE_MODEL = "base_model"
 """The argument with the source of the model; sweeps have their own names of models."""
@@ -130,53 +130,25 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
     models = []
     for cluster in clusters:
         near = nearest[cluster[0]]
-        base = near[0] if len(near) == 1 else None
-        doubts = []
-        if len(near) > 1:
-            names = ", ".join(candidate.name for candidate in near)
-            doubts = [f"Several dense models are as near ({names}): there is no “before”."]
-        elif base and sum(nearest[other[0]] == near for other in clusters) > 1:
-            several = "runs of several models, or on several texts or tasks of one name"
-            doubts = [f"{base.name} stands beside {several}: there is no “before”."]
-            base = None
-        elif base and not _same_texts(base, cluster[0]):
-            doubts = [f"{base.name} was evaluated on other texts or tasks: there is no “before”."]
-            base = None
-        elif not near:
-            base = _dense_scores_of(cluster)
+        rivals = sum(nearest[other[0]] == near for other in clusters)
+        base, doubt = _base_of(cluster, near, rivals)
         name = _model_name(cluster, base, alone=len(clusters) == 1)
-        models.append(ModelRuns(name, base, _groups(cluster), doubts))
-    models = list(_with_different_names(models))
-    # Dense models without pruned runs.
+        models.append(ModelRuns(name, base, _groups(cluster), [doubt] if doubt else []))
+    names = Counter(model.name for model in models)
+    models = [
+        replace(model, name=f"{model.name}, {model.groups[0].runs[0].name}")
+        if names[model.name] > 1
+        else model
+        for model in models
+    ]
     used = {candidate for near in nearest.values() for candidate in near}
-    unused = [run for run in dense if run not in used]
-    unused = [run for run in unused if not (clusters and run.name.startswith("../"))]
-    return [*models, *(ModelRuns(_dense_name(run), run, []) for run in unused)]
+    alone = [run for run in dense if run not in used]
+    alone = [run for run in alone if not (clusters and run.name.startswith("../"))]
+    return [*models, *(ModelRuns(_dense_name(run), run, []) for run in alone)]
 
 
 def _home(run: RunDirectory) -> Path:
     return run.directory.absolute().parent
-
-
-def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
-    """Return a stand-in for the dense run, from the `dense` scores that `prune` stores."""
-    measured = [run for run in cluster if run.evaluation.dense]
-    if not measured:
-        return None
-    first = measured[0]
-    # Each run has those of its own text; runs of one cluster agree where they share a text.
-    perplexity = {text: of for run in measured for text, of in run.evaluation.dense.items()}
-    scores = Evaluation(perplexity=perplexity, model=first.config.get(_BASE_MODEL))
-    return RunDirectory(first.directory, f"{first.name}, before", None, scores)
-
-
-def _with_different_names(models: Sequence[ModelRuns]) -> Iterator[ModelRuns]:
-    """Yield models; to a name that several have, that of the model's first run is added."""
-    names = Counter(model.name for model in models)
-    for model in models:
-        alone = names[model.name] == 1 or not model.groups
-        name = model.name if alone else f"{model.name}, {model.groups[0].runs[0].name}"
-        yield replace(model, name=name)
 
 
 def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirectory, ...]:
@@ -193,57 +165,76 @@ def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
     """Return whether a dense run may be the source of a pruned one: their sources do not differ."""
     if dense.finished and run.finished:
         return dense.trial.model == run.trial.model
-    sources = [dense.evaluation.model, run.config.get(_BASE_MODEL)]
-    if None in sources or sources[0] == sources[1]:
+    first, second = dense.evaluation.model, run.config.get(_BASE_MODEL)
+    if None in (first, second) or first == second:
         return True
-    paths = [Path(str(source)) for source in sources]
+    paths = Path(str(first)), Path(str(second))
     return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+
+
+def _base_of(
+    cluster: Sequence[RunDirectory], near: Sequence[RunDirectory], rivals: int
+) -> tuple[RunDirectory | None, str]:
+    """Return the dense run of a cluster, and why there is none; `rivals` have the same nearest."""
+    if len(near) > 1:
+        names = ", ".join(candidate.name for candidate in near)
+        return None, f"Several dense models are as near ({names}): there is no “before”."
+    if not near:
+        return _dense_scores_of(cluster), ""
+    (base,) = near
+    if rivals > 1:
+        several = "runs of several models, or on several texts or tasks of one name"
+        return None, f"{base.name} stands beside {several}: there is no “before”."
+    if not _same_texts(base, cluster[0]):
+        return None, f"{base.name} was evaluated on other texts or tasks: there is no “before”."
+    return base, ""
+
+
+def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
+    """Return a stand-in for the dense run, from the `dense` scores that `prune` stores."""
+    measured = [run for run in cluster if run.evaluation.dense]
+    if not measured:
+        return None
+    first = measured[0]
+    # Each run has those of its own text; runs of one cluster agree where they share a text.
+    perplexity = {text: of for run in measured for text, of in run.evaluation.dense.items()}
+    scores = Evaluation(perplexity=perplexity, model=first.config.get(_BASE_MODEL))
+    return RunDirectory(first.directory, f"{first.name}, before", None, scores)
 
 
 def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
     """Return whether a run is of a cluster's model: by name in sweeps, else by texts and layers."""
     if run.finished and cluster[0].finished:
         return run.trial.model == cluster[0].trial.model
-    if not all(_same_texts(run, other) for other in cluster):
-        return False
-    shapes = {layer.name: layer.shape for layer in run.layers}
-    for other in cluster:
-        # Runs may prune different layers, so that only shared ones can disagree. The first run that
-        # shares any decides, since all runs of a cluster agree with each other.
-        if shared := [layer for layer in other.layers if layer.name in shapes]:
-            return all(shapes[layer.name] == layer.shape for layer in shared)
-    return False
+    # Runs may prune different layers, so that only shared ones can disagree.
+    shapes = {layer.name: layer.shape for other in cluster for layer in other.layers}
+    shared = [layer for layer in run.layers if layer.name in shapes]
+    is_same = bool(shared) and all(shapes[layer.name] == layer.shape for layer in shared)
+    return is_same and all(_same_texts(run, other) for other in cluster)
 
 
 def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
     """Return whether texts and tasks of one name have one content and the same dense perplexity.
 
-    Two finetunings of one model have equal shapes, and two files called test.txt one name.
+    Two finetunings of one model have equal shapes, and two files called test.txt one name. Other
+    numbers of windows or samples are a note of the page: one may be the start of the other's text.
     """
     first, second = run.evaluation, other.evaluation
-    texts = list(_of_one_size(first.perplexity, second.perplexity, "windows"))
-    tasks = list(_of_one_size(first.zeroshot, second.zeroshot, "samples", "num_fewshot"))
-    for _, scores in [*texts, *tasks]:
-        checksums = {of["checksum"] for of in scores if of.get("checksum") is not None}
-        if len(checksums) > 1:
-            return False
-    for text, _ in texts:
-        dense = [each.dense.get(text, {}).get("perplexity") for each in (first, second)]
-        if dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING):
-            return False
+    kinds = [
+        (first.perplexity, second.perplexity, ("windows",)),
+        (first.zeroshot, second.zeroshot, ("samples", "num_fewshot")),
+    ]
+    for ours, theirs, sizes in kinds:
+        for name in ours.keys() & theirs.keys():
+            pair = ours[name], theirs[name]
+            if any(pair[0].get(size) != pair[1].get(size) for size in sizes):
+                continue
+            if len({of["checksum"] for of in pair if of.get("checksum") is not None}) > 1:
+                return False
+            dense = [each.dense.get(name, {}).get("perplexity") for each in (first, second)]
+            if dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING):
+                return False
     return True
-
-
-def _of_one_size(
-    first: Mapping[str, Scores], second: Mapping[str, Scores], *sizes: str
-) -> Iterator[tuple[str, tuple[Scores, Scores]]]:
-    """Yield the scores of each text or task that two runs share, measured on as many samples.
-
-    Other sizes are a note of the page: one measurement may be on the start of the other's text.
-    """
-    for name in first.keys() & second.keys():
-        if all(first[name].get(size) == second[name].get(size) for size in sizes):
-            yield name, (first[name], second[name])
 
 
 def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, alone: bool) -> str:
@@ -266,54 +257,48 @@ def _dense_name(run: RunDirectory) -> str:
 def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
     """Return the groups of a model, in the order of their first runs."""
     groups: dict[str, list[RunDirectory]] = {}
-    alike: dict[str, list[str]] = {}  # by recipe and changed option: the keys of their groups
     for run in runs:
-        recipe = json.dumps([run.trial.recipe, str(run.trial.changed)])
-        # A sweep has its own names of models, and refuses runs with other data.
-        left_out = (_BASE_MODEL, *CALIBRATION) if run.finished else ()
-        config = {key: value for key, value in run.config.items() if key not in left_out}
-        key = recipe + json.dumps([run.complete, run.exported, config], sort_keys=True)
-        if key not in groups:
-            alike.setdefault(recipe, []).append(key)
-        groups.setdefault(key, []).append(run)
-    labels: dict[str, str] = {}
-    for keys in alike.values():
-        options = {key: _options(groups[key][0]) for key in keys}
-        differing = _differing(options.values())
-        labels |= {key: _label(groups[key][0], options[key], differing) for key in keys}
-    # A label has to be unique within its setting, as tables and pictures use it as a key.
-    names = Counter((members[0].trial.setting, labels[key]) for key, members in groups.items())
-    for (
-        key,
-        members,
-    ) in groups.items():  # labels omit options that a run lacks
-        if names[members[0].trial.setting, labels[key]] > 1:
-            labels[key] += f" ({members[0].name})"
-    return [RunGroup(members, labels[key]) for key, members in groups.items()]
+        key = [run.trial.recipe, str(run.trial.changed), run.complete, run.exported, _config(run)]
+        groups.setdefault(json.dumps(key, sort_keys=True), []).append(run)
+    members = list(groups.values())
+    labels = []
+    for of in members:
+        # Options that differ among the groups of one recipe are in the label.
+        trial = of[0].trial
+        alike = [
+            _options(other[0])
+            for other in members
+            if (other[0].trial.recipe, other[0].trial.changed) == (trial.recipe, trial.changed)
+        ]
+        values = {key: {one[key] for one in alike if key in one} for one in alike for key in one}
+        own = _options(of[0])
+        labels.append(_label(of[0], [f"{k} {own[k]}" for k in own if len(values[k]) > 1]))
+    # A label has to be unique within its setting, as tables and pictures use it as a key; labels
+    # omit options that a run lacks.
+    names = Counter((of[0].trial.setting, label) for of, label in zip(members, labels, strict=True))
+    return [
+        RunGroup(of, f"{label} ({of[0].name})" if names[of[0].trial.setting, label] > 1 else label)
+        for of, label in zip(members, labels, strict=True)
+    ]
+
+
+def _config(run: RunDirectory) -> dict[str, Any]:
+    """Return the arguments of a run; a sweep has its own models, and refuses runs of other data."""
+    left_out = (_BASE_MODEL, *CALIBRATION) if run.finished else ()
+    return {key: value for key, value in run.config.items() if key not in left_out}
 
 
 def _options(run: RunDirectory) -> dict[str, str]:
     """Return the arguments that may distinguish a run from others of the same setting."""
-    left_out = {*_NO_LABEL, *((_BASE_MODEL, *CALIBRATION) if run.finished else [])}
-    left_out |= set() if has_blocks(str(run.trial.method)) else {"block_size"}
-    return {key: plain(value) for key, value in run.config.items() if key not in left_out}
+    left_out = {*_NO_LABEL, *(() if has_blocks(str(run.trial.method)) else ("block_size",))}
+    return {key: plain(value) for key, value in _config(run).items() if key not in left_out}
 
 
-def _differing(options: Collection[Mapping[str, str]]) -> list[str]:
-    """Return the options that have different values in several configurations."""
-    values: dict[str, set[str]] = {}
-    for config in options:
-        for key, value in config.items():
-            values.setdefault(key, set()).add(value)
-    return [key for key, different in values.items() if len(different) > 1]
-
-
-def _label(run: RunDirectory, options: Mapping[str, str], differing: Sequence[str]) -> str:
+def _label(run: RunDirectory, options: Sequence[str]) -> str:
     changed = run.trial.changed
     parts = [run.trial.label]
     parts += [f"{changed.option} {changed.value_text}"] if changed else []
-    parts += [f"{key} {options[key]}" for key in differing if key in options]
-    parts += [run.exported] if run.exported else []
+    parts += [*options, *([run.exported] if run.exported else [])]
     parts += [] if run.complete else ["incomplete"]
     return ", ".join(parts)
 

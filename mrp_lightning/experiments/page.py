@@ -22,7 +22,7 @@ from mrp_lightning.commands import numbers
 from mrp_lightning.commands.numbers import MISSING, Write
 from mrp_lightning.environment import __version__
 from mrp_lightning.experiments.groups import ModelRuns, RunGroup, find_models, plain
-from mrp_lightning.experiments.layers import Layers
+from mrp_lightning.experiments.layers import block_part, loss_part
 from mrp_lightning.experiments.notes import notes
 from mrp_lightning.experiments.pictures import Part, Picture, Scale, color_of, draw_lines
 from mrp_lightning.experiments.runs import RunDirectory
@@ -189,15 +189,11 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
 
 
 def named_pictures(
-    parts: Mapping[ModelRuns, Sequence[Part]], *, by_model: bool | None = None
+    parts: Mapping[ModelRuns, Sequence[Part]],
 ) -> dict[str, Picture]:
-    """Return pictures by the names of their files, which begin with the model's if `by_model`.
-
-    By default, `by_model` is true for several models.
-    """
-    by_model = len(parts) > 1 if by_model is None else by_model
+    """Return pictures by the names of their files, which begin with the model's if several are."""
     pictures = [
-        (f"{model.name}-{picture.name}" if by_model else picture.name, picture)
+        (f"{model.name}-{picture.name}" if len(parts) > 1 else picture.name, picture)
         for model, of_model in parts.items()
         for part in of_model
         for picture in part.all_pictures
@@ -209,9 +205,7 @@ def named_pictures(
 def parts_of(frame: ScoreFrame) -> list[Part]:
     """Return the parts of a page that are not empty: scores, losses, the rest."""
     model = frame.model
-    layers = Layers(model) if model.groups else None
-    parts = [results_part(frame), zero_shot_part(frame)]
-    parts += [layers.loss_part(), layers.block_part()] if layers else []
+    parts = [results_part(frame), zero_shot_part(frame), loss_part(model), block_part(model)]
     parts += [_dense_part(model), _settings_part(model)]
     return [part for part in parts if part]
 

@@ -1,4 +1,4 @@
-"""The parts of a page, and their pictures: line plots and heat maps of tables, as SVG and PNG.
+"""The parts of a page, and their pictures: line plots of tables, as SVG and PNG.
 
 Pictures are drawn for a light background; on a dark one a CSS filter inverts their lightness.
 """
@@ -9,17 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 import pandas as pd
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from mrp_lightning.commands.numbers import Write
@@ -35,12 +31,10 @@ SERIES = tuple(STYLE["axes.prop_cycle"].by_key()["color"])
 """The colours of methods, in the order of `method_rank`."""
 
 _WIDTH = 4.2  # inches, so that text is readable on a phone
-_HEAT = LinearSegmentedColormap.from_list("mrp-lightning", ("#e2efed", "#06363b"), 64)
 _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
 _DENSE: Any = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
 _WIDE_RANGE = 20  # the ratio of largest to smallest value above which an axis is logarithmic
-_LONGEST_LINE = 20  # characters of a name beside the axes
 _LISTED = 12  # the most values of a line that its text alternative lists
 
 Methods = Mapping[str, str | None]
@@ -168,20 +162,17 @@ def draw_lines(
     positions = list(values.index) if is_number else list(range(len(values)))
 
     def draw() -> Figure:
-        height = 0.9 + 0.17 * sum(len(_in_lines(label)) for label in values)
-        figure, axes = new_figure(max(2.5, height))
-        ends = {}
+        # 0.17 inches for each line of the legend, which stands below the axes.
+        figure, axes = new_figure(2.3 + 0.17 * len(values.columns))
         for label, style in zip(values, line_styles([methods[x] for x in values]), strict=True):
             # The markers of more values would cover the line.
             style |= {} if len(values) <= 16 else {"marker": ""}
             # Without missing values, which would interrupt the line.
             line = pd.Series(values[label].to_numpy(), positions).dropna()
-            axes.plot(line.index, line, **style)
+            axes.plot(line.index, line, label=label, **style)
             for low, high in [band] if band else []:
                 area: Any = {"color": style["color"], "alpha": 0.18, "linewidth": 0}
                 axes.fill_between(positions, low[label], high[label], **area)
-            if len(line):
-                ends[label] = (float(line.index[-1]), float(line.iloc[-1]), str(style["color"]))
         if across is None:
             _set_block_axis(axes, list(values.index))
         elif is_number:
@@ -191,77 +182,11 @@ def draw_lines(
         axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
         shown = pd.concat([values, *(band or ())]).stack().dropna()
         set_value_axis(axes, "y", list(shown), zero=scale.zero)
-        # Last, since labels are placed by the limits of the axes.
-        if len(ends) > 1:
-            label_ends(axes, ends)
+        if len(values.columns) > 1:
+            figure.legend(loc="outside lower left", frameon=False)
         return figure
 
     return picture(name, caption, _in_words(values, scale), draw)
-
-
-def common_scale(tables: Sequence[pd.DataFrame]) -> Normalize:
-    """Return a logarithmic scale over all values; linear from 0 if one is 0, or all are equal."""
-    values = [x for table in tables for x in table.stack().dropna()]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    # LogNorm needs 0 < low < high; a table of zeros or of one value would have an empty scale.
-    return LogNorm(low, high) if 0 < low < high else Normalize(0.0, high or 1.0)
-
-
-def draw_map(
-    name: str,
-    caption: str,
-    cells: pd.DataFrame,
-    dense: pd.DataFrame,
-    colors: Normalize,
-    write: Write,
-) -> Picture:
-    """Draw a map of kinds of layers (rows) by blocks (columns), coloured by value.
-
-    A cell without a value is NaN; at least one has a value. `dense`, bool of the same shape, marks
-    layers that stayed dense: their cells without a value are hatched.
-    """
-    blocks = list(cells.columns)
-    hatched = np.argwhere(dense.to_numpy() & cells.isna().to_numpy())
-
-    def draw() -> Figure:
-        figure, axes = new_figure(0.8 + max(0.21 * len(cells), 0.25))
-        gap = 1.5 if len(blocks) <= 40 else 0  # points
-        x, y = (np.arange(length + 1) - 0.5 for length in cells.T.shape)
-        edges: Any = {"edgecolors": PAPER if gap else "none", "linewidth": gap}
-        # Cells are paths in the SVG, and not an image, so that they stay sharp at any size.
-        mesh = axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=colors, cmap=_HEAT, **edges)
-        hatching: Any = {"hatch": "////", "fill": False, "edgecolor": MUTED, "linewidth": 0}
-        for row, column in hatched:
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **hatching))
-        _set_block_axis(axes, blocks)
-        set_name_axis(axes, list(cells.index))
-        axes.grid(False)
-        axes.spines[:].set_visible(False)
-        colorbar_options: Any = {
-            "location": "top",
-            "shrink": 0.4,
-            "aspect": 14,
-            "anchor": (0.0, 0.0),
-        }
-        key = figure.colorbar(mesh, ax=axes, ticks=[colors.vmin, colors.vmax], **colorbar_options)
-        key.set_ticklabels([write(colors.vmin) if colors.vmin else "0", write(colors.vmax)])
-        key.outline.set_visible(False)
-        if key.solids is not None:
-            key.solids.set_rasterized(False)  # else an image in the SVG
-        key.minorticks_off()
-        if len(hatched):
-            figure.legend([Rectangle((0, 0), 1, 1, **hatching)], ["left dense"], loc="upper right")
-        return figure
-
-    values = cells.stack().dropna()
-    low, high = (
-        f"{write(values[at])} ({'.'.join(part for part in reversed(at) if part)})"
-        for at in (values.idxmin(), values.idxmax())
-    )
-    words = f"From {low} to {high}."
-    if len(hatched):
-        words += f" Left dense: {len(hatched)} of {len(hatched) + len(values)} cells."
-    return picture(name, caption, words, draw)
 
 
 def _in_words(values: pd.DataFrame, scale: Scale) -> str:
@@ -283,51 +208,10 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _in_lines(name: str) -> list[str]:
-    return wrap(name, _LONGEST_LINE)
-
-
-def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
-    """Label lines at their ends, to the right of the axes, whose limits must be set.
-
-    `ends` holds the last point and the colour of each line. Labels that would overlap are moved
-    apart, with a rule from each label to its line. Long labels are broken, to leave room for the
-    axes.
-    """
-    broken = {name: _in_lines(name) for name in ends}
-    figure_height = axes.figure.get_figheight()  # type: ignore[union-attr]
-    # The axes take about 0.72 of the figure's height. The layout is made only when the figure is
-    # saved, so that the height is estimated and not measured.
-    step = 1.25 * STYLE["font.size"] / 72 / (0.72 * figure_height)  # of the height of the axes
-    step *= max(map(len, broken.values()), default=1)
-    to_axes = axes.transData + axes.transAxes.inverted()
-    tops = {name: float(to_axes.transform((x, y))[1]) for name, (x, y, _) in ends.items()}
-    ordered = sorted(tops, key=lambda name: tops[name])
-    # 1. Upwards, each label at least a step above the one before, so that none overlap.
-    # 2. Downwards from the top of the axes, if the first pass went over it. Both keep the lines'
-    #    order.
-    heights: list[float] = []
-    for name in ordered:  # upwards: each label at least a step above the last
-        heights.append(max(tops[name], heights[-1] + step) if heights else tops[name])
-    if heights and heights[-1] > 1:  # downwards, if the highest label is above the axes
-        highest = 1.0
-        for i in reversed(range(len(heights))):
-            heights[i] = min(heights[i], highest)
-            highest = heights[i] - step
-    for name, height in zip(ordered, heights, strict=True):
-        x, y, color = ends[name]
-        text_options: Any = {"xycoords": "data", "textcoords": axes.transAxes, "va": "center"}
-        text_options |= {"color": color, "annotation_clip": False}
-        rule = {"arrowstyle": "-", "color": RULE, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 3}
-        axes.annotate(
-            "\n".join(broken[name]), (x, y), (1.03, height), arrowprops=rule, **text_options
-        )
-
-
 def _set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
-    """Show blocks from left to right, with a rule and a name for each stack if there are several.
+    """Show the numbers of blocks from left to right, with a rule between two lists of blocks.
 
-    A block is called by its stack and its number, such as `model.layers.3`; the empty name stands
+    A block is called by its list and its number, such as `model.layers.3`; the empty name stands
     for the layers outside of the blocks.
     """
     stacks, block_numbers = zip(*map(stack_and_number, blocks), strict=True)
@@ -336,17 +220,11 @@ def _set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
     ticks = {i: str(n) for i, n in enumerate(block_numbers) if n is not None and n % step == 0}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.xaxis.grid(False)
-    if len(set(stacks)) == 1:
-        axes.set_xlabel("block")
-        return
-    for stack in dict.fromkeys(stacks):
-        first, count = stacks.index(stack), stacks.count(stack)
-        if first:
-            axes.axvline(first - 0.5, color=RULE, linewidth=0.8)
-        middle, name = (first + (count - 1) / 2, 0), stack.split(".")[0] or "other"
-        text_options: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        text_options |= {"va": "top", "ha": "center", "color": MUTED, "annotation_clip": False}
-        axes.annotate(name, middle, (0, -16), **text_options)
+    lists = list(dict.fromkeys(stacks))
+    for stack in lists[1:]:
+        axes.axvline(stacks.index(stack) - 0.5, color=RULE, linewidth=0.8)
+    names = [stack.split(".")[0] or "other" for stack in lists]
+    axes.set_xlabel("block" if len(lists) == 1 else f"block: {' | '.join(names)}")
 
 
 def stack_and_number(block: str) -> tuple[str, int | None]:
@@ -360,13 +238,6 @@ def _set_category_axis(axes: Axes, names: Sequence[str]) -> None:
     slanted: Any = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(range(len(names)), names, **(slanted if sum(map(len, names)) > 30 else {}))
     axes.xaxis.grid(False)
-
-
-def set_name_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Show names from top to bottom."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.tick_params(axis="y", labelcolor=INK)
 
 
 def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: bool = True) -> None:
