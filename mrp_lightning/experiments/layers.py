@@ -13,7 +13,7 @@ from mrp_lightning.experiments.scores import Table
 
 
 class _Quantity(NamedTuple):
-    """A value of a layer or block: its name and key in the report, its title, the axis of pictures."""
+    """A value of a layer or block: its name, key in the report, title, and axis of pictures."""
 
     name: str
     key: str

@@ -4,7 +4,7 @@ import gc
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
@@ -33,7 +33,7 @@ from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.settings import BlockTuning
-from mrp_lightning.records.evaluation import NAME, Scores, read, record
+from mrp_lightning.records.evaluation import NAME, read, record
 from mrp_lightning.records.report import NAME as REPORT
 from mrp_lightning.storage.files import output_path
 from mrp_lightning.storage.outputs import check_content, require_writable
@@ -100,13 +100,13 @@ def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
 
 
 def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
-    """Execute the runs that do not exist yet, and evaluate those that lack tasks.
+    """Execute the runs that do not exist yet.
 
     Returns:
         The failed trials, with the reasons.
 
     Raises:
-        OptionError: A finished run is of another configuration, or cannot be evaluated any more.
+        OptionError: A finished run is of another configuration, or lacks a task.
         FileNotFoundError: A text that a run would read is not there.
         FileExistsError: A file is in the way of the directory of a run, or would be lost with it.
         FormatError: A finished run lacks its report or evaluation, or one of these is damaged.
@@ -119,39 +119,20 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     finished = _finished_runs(sweep, sweep.selected)
     _check_same_configurations(sweep, finished)
     waiting = [trial for trial in sweep.selected if trial not in finished]
-    incomplete = [trial for trial, run in finished.items() if _lacks(run, sweep.zeroshot)]
-    tasks = None
-    if sweep.zeroshot and (waiting or incomplete):
-        tasks = _tasks(sweep)
-        _check_same_tasks(sweep, tasks, finished)
-        incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.by_name)]
-        _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
-    for trial in waiting:  # files in the way of a directory would be met after the run
-        require_writable(sweep.directory(trial), "out")
-        if sweep.save_checkpoints and trial.method is not None:
-            check_content(output_path(sweep.directory(trial)), "out", overwrite=True)
-    # One trial for each model and varied option: trials that differ otherwise read the same files.
-    for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
-        config = configure(trial, sweep).config
-        _check_batches(config.trainer)
-        data = TextDataModule(**config.data.as_dict())  # refuses missing files
-        data.local_files("test")
-        if trial.method is not None:
-            data.local_files("predict")
+    lacking = not all(set(sweep.zeroshot) <= run.tasks for run in finished.values())
+    tasks = _tasks(sweep, finished) if sweep.zeroshot and (waiting or lacking) else None
+    _check_inputs_and_outputs(sweep, waiting)
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
-    if incomplete:
-        console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
-    if sweep.save_checkpoints and (without := _without_models(finished)):
+    without = [run.name for trial, run in finished.items() if trial.method and not run.weight_bytes]
+    if sweep.save_checkpoints and without:
         console.print(
             "Finished without keeping the model, since `save_checkpoints` was false: "
             f"{', '.join(without)}. Delete these runs to repeat them.",
             soft_wrap=True,
         )
-    reasons = {
-        model: _why_no_model(model, sweep) for model in dict.fromkeys(t.model for t in waiting)
-    }
+    reasons = {name: _why_no_model(name, sweep) for name in dict.fromkeys(t.model for t in waiting)}
     failed = {trial: reason for trial in waiting if (reason := reasons[trial.model])}
-    work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
+    work = [trial for trial in waiting if trial not in failed]
     # The trials of a model are adjacent, as `Sweep.trials` lists them, which `groupby` needs.
     for _, of_model in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
         numbered = list(of_model)
@@ -167,6 +148,22 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
                     result = f"{trial.directory} failed: {error}"
                 console.print(f"{position} {result}", soft_wrap=True)
     return failed
+
+
+def _check_inputs_and_outputs(sweep: Sweep, waiting: Sequence[Trial]) -> None:
+    """Raise if a run cannot write its directory, would evaluate nothing, or lacks its texts."""
+    for trial in waiting:  # files in the way of a directory would be met after the run
+        require_writable(sweep.directory(trial), "out")
+        if sweep.save_checkpoints and trial.method is not None:
+            check_content(output_path(sweep.directory(trial)), "out", overwrite=True)
+    # One trial for each model and varied option: trials that differ otherwise read the same files.
+    for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
+        config = configure(trial, sweep).config
+        _check_batches(config.trainer)
+        data = TextDataModule(**config.data.as_dict())  # refuses missing files
+        data.local_files("test")
+        if trial.method is not None:
+            data.local_files("predict")
 
 
 def comparable_runs(sweep: Sweep, console: Console) -> list[RunDirectory]:
@@ -211,7 +208,11 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
         cli.trainer.callbacks.append(SaveEvaluation(directory))  # type: ignore[attr-defined]
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         device = cli.trainer.strategy.root_device
-        zeroshot = _zeroshot(cli, tasks) if tasks else None
+        zeroshot = None
+        if tasks is not None:
+            model = cli.model.to(device)  # `test` leaves it on the CPU
+            assert isinstance(model, CausalLM)
+            zeroshot = summarize(evaluate(model, tasks))
     record(directory, zeroshot=zeroshot)
     if not read(directory).perplexity:
         raise DataError("`test` gave no perplexity, which each row of the tables has.")
@@ -222,48 +223,46 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
 
 
 def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
-    """Execute a run, or only evaluate it if another process has executed it; return its scores."""
+    """Execute a run, unless another process has executed it; return its scores in words."""
     directory = sweep.directory(trial)
     if not (directory / TRIAL).exists():
         execute(trial, sweep, tasks)
     run = read_run(directory, str(trial.directory))
-    if tasks is not None and _lacks(run, tasks.by_name):
-        _evaluate_again(trial, sweep, tasks)
-        run = read_run(directory, str(trial.directory))
     scores = [f"{row['score']} {row['score'].write(row['value'])}" for row in scores_of(run)]
     return f"{trial.directory}: {', '.join(scores)}"
 
 
-def _tasks(sweep: Sweep) -> Tasks:
-    """Load the tasks of a sweep, whose key for them is `zeroshot`."""
+def _tasks(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> Tasks:
+    """Load the tasks of a sweep.
+
+    Raises:
+        OptionError: A finished run lacks one, or answered other questions under its name.
+        ArgumentError: There is no such task.
+    """
     try:
-        return load_tasks(sweep.zeroshot, include_path=sweep.include_path)
+        tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
     except ArgumentError as error:
         if error.argument == "tasks":
             error.argument = "zeroshot"
         raise
-
-
-def _evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
-    """Evaluate the model of a finished run on tasks, and add the scores to its evaluation.
-
-    The model is dense, or stored in the directory of its run.
-    """
-    options, directory = sweep.options(Trial(trial.model)), sweep.directory(trial)
-    if trial.method is not None:
-        options |= {"model.model": str(directory), "model.gguf_file": None}
-    gc.collect()
-    with quiet_lightning():
-        cli = RunConfiguration(sweep.base, options)
-        cli.build()
-        zeroshot = _zeroshot(cli, tasks)
-    record(directory, zeroshot=zeroshot)
-
-
-def _zeroshot(cli: RunConfiguration, tasks: Tasks) -> Mapping[str, Scores]:
-    model = cli.model.to(cli.trainer.strategy.root_device)  # `test` leaves it on the CPU
-    assert isinstance(model, CausalLM)
-    return summarize(evaluate(model, tasks))
+    checksums = tasks.checksums()
+    other = [
+        f"{run.name} ({', '.join(names)})"
+        for run in finished.values()
+        if (names := [
+            name
+            for name in tasks.by_name
+            if name not in run.tasks
+            or run.evaluation.zeroshot[name].get("checksum") not in (None, checksums.get(name))
+        ])
+    ]  # fmt: skip
+    if other:
+        raise OptionError(
+            f"`zeroshot`: {sweep.out} holds runs without these tasks, or with other samples or "
+            f"prompts of them: {', '.join(other)}. Name another `out`, or delete these runs to "
+            "repeat them; `mrp-lightning zeroshot --model RUN` adds tasks to a model that was kept."
+        )
+    return tasks
 
 
 def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDirectory]:
@@ -295,11 +294,6 @@ def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
     if difference or not recorded:
         return difference
     return changes(recorded, digests(configuration.config, prunes=trial.method is not None))
-
-
-def _lacks(run: RunDirectory, tasks: Collection[str]) -> bool:
-    """Return whether a run was not evaluated on all tasks."""
-    return not set(tasks) <= run.evaluation.zeroshot.keys()
 
 
 def _check_pruning(sweep: Sweep) -> None:
@@ -380,36 +374,6 @@ def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirecto
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."
         )
-
-
-def _check_same_tasks(sweep: Sweep, tasks: Tasks, finished: Mapping[Trial, RunDirectory]) -> None:
-    """Raise an `OptionError` if finished runs answered other questions under a task's name."""
-    differing: dict[str, list[str]] = {}
-    for task, checksum in tasks.checksums().items():
-        for run in finished.values():
-            if run.evaluation.zeroshot.get(task, {}).get("checksum", checksum) != checksum:
-                differing.setdefault(task, []).append(run.name)
-    if differing:
-        listed = "; and ".join(f"{task} ({', '.join(runs)})" for task, runs in differing.items())
-        raise OptionError(
-            f"`zeroshot`: {sweep.out} holds runs that were evaluated on other samples or prompts "
-            f"of {listed}. Name another `out`, or delete these runs to repeat them."
-        )
-
-
-def _check_models_were_saved(sweep: Sweep, runs: Mapping[Trial, RunDirectory]) -> None:
-    if lost := _without_models(runs):
-        raise OptionError(
-            f"`zeroshot`: {len(lost)} finished runs were not evaluated on all of "
-            f"{', '.join(sweep.zeroshot)}, and their pruned models were not kept "
-            f"(`save_checkpoints` was false): {', '.join(lost)}. Delete these runs in {sweep.out} "
-            "to make them again, or name another `out`."
-        )
-
-
-def _without_models(runs: Mapping[Trial, RunDirectory]) -> list[str]:
-    """Return the names of the runs whose pruned models were not kept."""
-    return [run.name for trial, run in runs.items() if trial.method and not run.weight_bytes]
 
 
 def _why_no_model(model: str, sweep: Sweep) -> str | None:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -130,6 +130,11 @@ class RunDirectory:
         data: Mapping[str, Any] = self.report.provenance.get("data") or {}
         calibration = {name: data[key] for name, key in CALIBRATION.items() if key in data}
         return {**self.report.config, **calibration}
+
+    @property
+    def tasks(self) -> Set[str]:
+        """The zero-shot tasks on which the model was evaluated."""
+        return self.evaluation.zeroshot.keys()
 
     @property
     def complete(self) -> bool:

@@ -301,43 +301,6 @@ def test_zero_shot_tasks_are_part_of_a_run(here, calls):
         assert float(rows[method, "accuracy/calls"]["mean"]) == pytest.approx(100 * found["acc"])
 
 
-def test_the_models_may_be_gguf_files(here, tiny_gguf, calls):
-    """The pruned model is not looked for by the name of the file that it came from."""
-    for name in ("a.gguf", "b.gguf"):
-        shutil.copy(tiny_gguf, here / name)
-    options = [
-        f"--models.tiny.options={json.dumps({'model.model': '.', 'model.gguf_file': 'a.gguf'})}",
-        "--only=tiny/2of4-SM-*-seed0",
-        "--save_checkpoints=true",
-    ]
-    run_sweep(*options)
-    run_sweep(*options, *calls)
-    assert {method for method, measure in measured() if measure == "accuracy/calls"} == {"", "SM"}
-
-
-def test_tasks_are_added_to_finished_runs_whose_models_were_kept(here, calls, capsys):
-    only = "--only=tiny/2of4-SM-*-seed0"
-    run_sweep(only, "--save_checkpoints=true")
-    runs = {path: path.stat().st_mtime_ns for path in Path("out/tiny").glob("*/run.json")}
-    assert ("SM", "accuracy/calls") not in measured()
-    capsys.readouterr()
-    run_sweep(only, "--save_checkpoints=true", *calls)
-    assert "0 are to be made" in capsys.readouterr().out
-    assert all(path.stat().st_mtime_ns == time for path, time in runs.items())
-    added = {key: row["mean"] for key, row in measured().items() if "accuracy" in key[1]}
-    assert set(added) == {("", "accuracy/calls"), ("SM", "accuracy/calls")}
-
-    # They are those of a sweep that evaluates them at once.
-    shutil.rmtree("out")
-    run_sweep(only, *calls)
-    assert {key: row["mean"] for key, row in measured().items() if "accuracy" in key[1]} == added
-
-    # More seeds, without the tasks: a table with gaps.
-    run_sweep("--only=tiny/2of4-SM-*")
-    assert measured()["SM", "accuracy/calls"]["seeds"] == "1"
-    assert measured()["SM", "perplexity/text"]["seeds"] == "2"
-
-
 def test_tasks_that_changed_under_their_name_are_refused(here, calls, capsys):
     run_sweep("--only=tiny/2of4-SM-*-seed0", *calls)
     samples = Path("samples.json").read_text()
@@ -345,7 +308,7 @@ def test_tasks_that_changed_under_their_name_are_refused(here, calls, capsys):
     with pytest.raises(SystemExit):
         run_sweep("--only=tiny/2of4-S[MS]-*-seed0", *calls)
     message = capsys.readouterr().err
-    assert "other samples or prompts of calls (tiny/dense, tiny/2of4-SM-s128-seed0)" in message
+    assert "other samples or prompts of them: tiny/dense (calls), tiny/2of4-SM-s128" in message
     assert len(list(Path("out/tiny").iterdir())) == 2
 
     # As they were, they are the same tasks, whatever the date of their file.
@@ -355,11 +318,11 @@ def test_tasks_that_changed_under_their_name_are_refused(here, calls, capsys):
     assert scored == {"", "SM", "SS"}
 
 
-def test_tasks_cannot_be_added_where_the_model_was_not_kept(here, calls, capsys):
+def test_tasks_that_finished_runs_lack_are_refused(here, calls, capsys):
     run_sweep("--only=tiny/2of4-SM-*-seed0")
     with pytest.raises(SystemExit):
         run_sweep("--only=tiny/2of4-SM-*-seed0", *calls)
     message = capsys.readouterr().err
-    assert "`zeroshot`: 1 finished runs" in message
-    assert "tiny/2of4-SM-s128-seed0" in message
-    assert "Delete these runs" in message
+    assert "without these tasks" in message
+    assert "tiny/2of4-SM-s128-seed0 (calls)" in message
+    assert "`mrp-lightning zeroshot --model RUN` adds" in message
