@@ -48,7 +48,6 @@ def prune_model(
     pattern: str | None = "2:4",
     sparsity: float | None = None,
     method: str = "SM",
-    true_sequential: bool = False,
     tolerance: float = 1e-6,
     beyond: dict[str, Any] | None = None,
     offload: bool = False,
@@ -63,7 +62,6 @@ def prune_model(
         pattern=pattern,
         method=method,
         tolerance=tolerance,
-        true_sequential=true_sequential,
         offload=offload,
         **beyond or {},
     )
@@ -121,53 +119,38 @@ TOLERANCE = 1e-10
 
 
 def slow_prune(
-    model: nn.Module,
-    path: str,
-    batches: Batches,
-    stages: Callable[[nn.Module], list[list[Any]]],
-    dense: nn.Module | None = None,
-    target_weight: float = 0.0,
+    model: nn.Module, path: str, batches: Batches, dense: nn.Module | None = None
 ) -> None:
     """Prune `model`; with `dense`, a copy of it, towards what the layers give in that."""
     blocks = model.get_submodule(path)
     dense_blocks = blocks if dense is None else dense.get_submodule(path)
     for block, dense_block in zip(blocks, dense_blocks, strict=True):
-        for layers, twins in zip(stages(block), stages(dense_block), strict=True):
-            given = inputs_of(model, layers, batches)
-            dense_given = given if dense is None else inputs_of(dense, twins, batches)
-            for layer, x, x_d in zip(layers, given, dense_given, strict=True):
-                hessian = 2 * x.T @ x / len(x)
-                weight = layer.weight.T if is_conv1d(layer) else layer.weight
-                if dense is not None:
-                    weight = aimed(weight, hessian, 2 * x_d.T @ x / len(x), target_weight)
-                solution = prune_weight(
-                    weight, hessian.float(), pattern="2:4", method="SM", tolerance=TOLERANCE
-                )
-                pruned = solution.weight.T if is_conv1d(layer) else solution.weight
-                layer.weight.copy_(pruned)
+        layers, twins = linear_of(block), linear_of(dense_block)
+        given = inputs_of(model, layers, batches)
+        dense_given = given if dense is None else inputs_of(dense, twins, batches)
+        for layer, x, x_d in zip(layers, given, dense_given, strict=True):
+            hessian = 2 * x.T @ x / len(x)
+            weight = layer.weight.T if is_conv1d(layer) else layer.weight
+            if dense is not None:
+                weight = aimed(weight, hessian, 2 * x_d.T @ x / len(x))
+            solution = prune_weight(
+                weight, hessian.float(), pattern="2:4", method="SM", tolerance=TOLERANCE
+            )
+            pruned = solution.weight.T if is_conv1d(layer) else solution.weight
+            layer.weight.copy_(pruned)
 
 
-def aimed(weight: Tensor, hessian: Tensor, cross: Tensor, target_weight: float) -> Tensor:
-    """W + αW(C − H)(H + λI)⁻¹, solved in float64."""
+def aimed(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
+    """W + ½W(C − H)(H + λI)⁻¹, solved in float64."""
     diagonal = hessian.diagonal()
     ridge = 0.01 * diagonal[diagonal > 0].mean() * torch.eye(len(hessian), dtype=torch.float64)
     missing = weight.double() @ (cross - hessian)
     change = torch.linalg.solve(hessian + ridge, missing, left=False)
-    return (weight.double() + target_weight * change).float()
+    return (weight.double() + change / 2).float()
 
 
-def all_at_once(block: nn.Module) -> list[list[nn.Module]]:
-    return [[module for module in block.modules() if is_linear(module)]]
-
-
-def one_after_another(block: Any) -> list[list[nn.Module]]:
-    attention, mlp = block.self_attn, block.mlp
-    return [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
+def linear_of(block: nn.Module) -> list[Any]:
+    return [module for module in block.modules() if is_linear(module)]
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:

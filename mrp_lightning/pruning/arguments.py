@@ -74,11 +74,7 @@ class PruningArguments(LayerSettings):
     """A layer's target: "own", the output of its dense weight on its inputs in the pruned model, or
     "dense", its output in the dense model, which compensates for losses of earlier blocks. The
     latter runs each block twice as often, and needs a method with compensation.
-    docs/methods.md describes this argument and the next three."""
-
-    target_weight: float | None = None
-    """The weight α of the dense target, in (0, 1]. `None` means ½, chosen by measurement; with
-    `target` "own" it must be `None`."""
+    docs/methods.md describes this argument and the next two."""
 
     allocation: str = "uniform"
     """"uniform": all blocks get the same sparsity; "output": a lower one where pruning changes the
@@ -102,10 +98,6 @@ class PruningArguments(LayerSettings):
     blocks: Sequence[str] | str | None = None
     """The names of the lists of blocks (`model.layers`), or of single blocks, if the outermost
     `ModuleList`s are not the right ones."""
-
-    true_sequential: bool = False
-    """Whether the layers of a block are pruned in stages (q, k, v; then o; …), each on the outputs
-    of the stages before it. Each stage takes one pass over the data."""
 
     offload: bool = False
     """Whether blocks and stored activations stay in CPU memory, with one block at a time on the

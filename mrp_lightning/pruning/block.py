@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -78,7 +78,7 @@ class WalkedBlock:
     @property
     def dense_target(self) -> DenseStream | None:
         """The dense stream if layers aim at its outputs, `None` if it serves the tuning alone."""
-        return self.dense if self.job.settings.target_weight else None
+        return self.dense if self.job.settings.target == "dense" else None
 
     def published(self, results: Iterable[LayerResult]) -> list[LayerResult]:
         """Set the block in results of pruned layers, log them, and pass them to `on_result`."""
@@ -102,41 +102,6 @@ class WalkedBlock:
         if self.dense is not None:
             for layer in layers:
                 self.dense.remember(layer)
-
-    def stages(self) -> list[list[Layer]]:
-        """Return the layers in the groups that are pruned one after another, in the order of calls.
-
-        There is one group, or none without layers, unless the settings ask for `true_sequential`:
-        then one batch is run, and all processes must call this.
-        """
-        layers = self.layers
-        if not layers or not self.job.settings.true_sequential:
-            return [layers] if layers else []
-        order = Calibration(layers, self.padding)
-        numbers = None
-        if self.walk.batches:
-            with order.hooked():
-                self.walk.output(self.k, 0)
-            # Numbers, since they are exchanged: another process has layer objects of its own.
-            number_of = {id(layer): i for i, layer in enumerate(layers)}
-            numbers = [[number_of[id(layer)] for layer in group.layers] for group in order.groups]
-        # All processes use the order of the first process that has a batch.
-        gathered = self.job.processes.all(numbers)
-        groups = next(numbers for numbers in gathered if numbers is not None)
-        stages: dict[Hashable, list[Layer]] = {}
-        for n, group in enumerate(groups):
-            first = layers[group[0]]
-            # Experts run in parallel, also those to which this batch sends no token.
-            key = first.siblings if isinstance(first, Expert) else n
-            stages.setdefault(key, []).extend(layers[i] for i in group)
-        called = {i for group in groups for i in group}
-        for i, layer in enumerate(layers):
-            if i not in called:
-                # Layers that this batch does not call come last, since nothing is known of their
-                # order. Experts stay with their siblings, which run in parallel.
-                key = layer.siblings if isinstance(layer, Expert) else None
-                stages.setdefault(key, []).append(layer)
-        return list(stages.values())
 
     def calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
         """Accumulate the Hessians of layers in one pass over the batches of all processes.
@@ -179,23 +144,22 @@ class WalkedBlock:
 
 
 def calibrated_inputs(block: WalkedBlock) -> Iterator[tuple[list[Layer], Calibrated | str]]:
-    """Calibrate a block, all in one pass or stage by stage, and yield the inputs of its layers.
+    """Calibrate a block, and yield the inputs of its layers.
 
     The caller prunes the layers of an input before it takes the next, so that one yielded Hessian
-    at a time is in memory, and a later stage sees the outputs of the pruned layers before it.
+    at a time is in memory.
 
     Yields:
         Layers that share an input, and its statistics, or the reason why they stay dense.
     """
-    for stage in block.stages():
-        for part in portions(stage):
-            pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
-            calibration = block.calibrate(part, pooled)
-            for layer in calibration.not_called:
-                yield [layer], _why_not_called(layer, block.padding)
-            for group, pool in calibration.hand_over():
-                return_freed_memory()
-                yield group.layers, _calibrated(block, group, pool)
+    for part in portions(block.layers):
+        pooled = [x for x in block.layers if isinstance(x, Expert) and x not in part]
+        calibration = block.calibrate(part, pooled)
+        for layer in calibration.not_called:
+            yield [layer], _why_not_called(layer, block.padding)
+        for group, pool in calibration.hand_over():
+            return_freed_memory()
+            yield group.layers, _calibrated(block, group, pool)
 
 
 class Remover(ABC):
@@ -368,16 +332,15 @@ def _calibrated(
 
 
 def _aim(block: WalkedBlock, group: InputGroup, device: torch.device) -> Aim | None:
-    weight = block.job.settings.target_weight
-    if weight is None:
+    if block.job.settings.target == "own":
         return None
     if block.dense is None:
-        return Aim(weight, own="it is outside the blocks")
+        return Aim(own="it is outside the blocks")
     # The order of the reasons: outside of the blocks there is no dense stream, so that a shift
     # cannot exist either, and the first reason is the one that explains it.
     if group.shift is None:
-        return Aim(weight, own="its inputs do not pair with the dense model's")
-    return Aim(weight, group.shift.matrix().to(device))
+        return Aim(own="its inputs do not pair with the dense model's")
+    return Aim(group.shift.matrix().to(device))
 
 
 def _report_of_layer(block: WalkedBlock, layer: Layer, task: str) -> None:

@@ -22,7 +22,7 @@ from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.columns import measured_set
-from mrp_lightning.solver.problem import Quality
+from mrp_lightning.solver.problem import TARGET_WEIGHT, Quality
 
 _MOST_BYTES = 2**30
 """The most bytes of a block's stored tokens; of more tokens, every n-th is stored."""
@@ -155,8 +155,7 @@ class _Tokens:
                 dense_call = dense_run[0]
                 assert dense_call.output is not None
                 assert call.output is not None
-                weight = block.job.settings.target_weight or 0.0
-                shift = weight * (dense_call.output - call.output).float()
+                shift = TARGET_WEIGHT * (dense_call.output - call.output).float()
             # Every n-th token, not the first ones, so that all texts and positions take part. n is
             # rounded up, so that batches of one size stay within the limit in all.
             step = -(-self._bytes(inputs) * len(rows) * batches // _MOST_BYTES)

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 class Aim:
     """The outputs that a layer approximates in a run with `target="dense"`."""
 
-    target_weight: float  # α, above 0 and at most 1
     shift: Tensor | None = None  # of `InputShift`; None if the layer approximates its own outputs
     own: str | None = None  # why it approximates its own outputs, for the report
 
@@ -39,7 +38,7 @@ class Aim:
         """Return the target weight (rows, columns), `None` for the layer's own."""
         if self.shift is None:
             return None
-        return dense_target(weight, self.shift, inputs.damped(recipe.damping), self.target_weight)
+        return dense_target(weight, self.shift, inputs.damped(recipe.damping))
 
 
 @dataclass(frozen=True, eq=False)

@@ -303,7 +303,7 @@ class _Steps:
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
         settings = self.job.settings
-        if settings.target_weight is None and not settings.tuning:
+        if settings.target == "own" and not settings.tuning:
             return None
         if self.job.streamed is not None and isinstance(walk, Rerun):
             raise TargetError(

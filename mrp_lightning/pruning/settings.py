@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from mrp_ground.arguments import checked, is_number
+from mrp_ground.arguments import checked
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
 from mrp_lightning.narrowing.structure import STRUCTURES
 from mrp_lightning.pruning.arguments import BlockTuning as BlockTuning
@@ -16,18 +16,13 @@ from mrp_lightning.targets.blocks import as_patterns
 
 _ALLOCATIONS = ("uniform", "output")
 TARGETS = ("own", "dense")
-_TARGET_WEIGHT = 0.5
-"""The default of `target_weight`, chosen by measurement: see docs/methods.md."""
 
 _NAMES = ("targets", "ignore", "blocks")
-_NOT_WHOLE = (
-    *("pattern", "zero_has_a_code", "allocation", "targets", "ignore", "blocks"),
-    *("true_sequential", "skip_indivisible"),
-)
+_NOT_WHOLE = (*("pattern", "allocation", "targets", "ignore", "blocks", "skip_indivisible"),)
 """Settings that exclude `structure`, since they choose layers, or weights within a layer."""
 _OF_BLOCKS = (
     *("structure", "target", "allocation", "balance", "tuning", "targets", "ignore", "blocks"),
-    *("true_sequential", "skip_indivisible"),
+    "skip_indivisible",
 )
 """Settings without a meaning where the output head alone is quantised."""
 
@@ -79,8 +74,7 @@ class Settings(PruningArguments):
                 "`balance` scales columns for the groups of a grid, and weights that are on no "
                 "grid would stay as they are. Give `bits` or `grid`, or leave `balance` out."
             )
-        # Last, since its check reads the method of the parsed recipe.
-        object.__setattr__(self, "target_weight", self._checked_target_weight())
+        self._check_target()
 
     @property
     def block_tuning(self) -> BlockTuning | None:
@@ -164,29 +158,17 @@ class Settings(PruningArguments):
                 "`pattern`, or leave `allocation` out."
             )
 
-    def _checked_target_weight(self) -> float | None:
-        weight, method = self.target_weight, self.recipe.method
+    def _check_target(self) -> None:
+        method = self.recipe.method
         if self.target not in TARGETS:
             raise OptionError(f"`target` must be one of {', '.join(TARGETS)}; got {self.target!r}.")
-        if self.target == "own":
-            if weight is not None:
-                raise OptionError(
-                    f"`target_weight` {weight!r} means nothing without `target: dense`. "
-                    "Give both, or leave it out."
-                )
-            return None
         # A mask alone leaves kept weights as they are, so that no target could have an effect.
-        if method.compensation.name == "none":
+        if self.target == "dense" and method.compensation.name == "none":
             raise MethodError(
                 f"`target: dense` moves the weights that are kept, and the method {method} moves "
                 f'none. Take a method with a compensation, such as "{method.mask.name}+M", or '
                 "leave `target` out."
             )
-        if weight is None:
-            return _TARGET_WEIGHT
-        if not is_number(weight) or not 0 < weight <= 1:
-            raise OptionError(f"`target_weight` must be a number in (0, 1]; got {weight!r}.")
-        return float(weight)
 
     def require_blocks(self) -> None:
         """Raise a `TargetError` for settings that need blocks; called if the model has none."""

@@ -80,8 +80,8 @@ def _walk_through(
     job: Job, walk: Walk, padding: Padding, pinned: Pinned, studies: Sequence[Study]
 ) -> None:
     """Advance the walk, and let studies visit each block that has layers to prune."""
-    # A dense model has no other target than its own outputs, and needs no stages.
-    settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
+    # A dense model has no other target than its own outputs.
+    settings = replace(job.settings, target="own")
     layers = job.plan.layers
     # For blocks after the last one with layers, nothing is to decide. A study that needs the
     # model's output runs them itself, from the present block on.

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 NAME = "README.md"
 _RECIPE = (
     *("method", "sparsity", "pattern", "bits", "block_size", "damping", "targets", "ignore"),
-    *("blocks", "true_sequential", "skip_indivisible", "structure", "head_grid"),
+    *("blocks", "skip_indivisible", "structure", "head_grid"),
 )
 _DIRECTORIES = re.compile(r"(?<![\w.:/])(?:/|~/|(?:\.\./)+)[^\s'\"=,]*/(?=[^\s'\"=,/])")
 """Matches the directories of paths in a command that start with `/`, `~` or `..`."""

@@ -88,10 +88,6 @@ class LayerSettings:
     that type (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this
     project's own grid of `bits`."""
 
-    zero_has_a_code: bool = False
-    """Whether one of the codes of `bits` is zero, for removed weights, as needed by formats that
-    store a code for every weight; it costs one to two percent of a layer's loss."""
-
     head_grid: str | None = None
     """The type of an engine, as for `grid`, to whose grid the output head of a transformers model
     is quantised, last, by the Hessian of its inputs in the pruned model, so that its logits change

@@ -13,6 +13,9 @@ from mrp_lightning.solver.arithmetic import full_float32
 from mrp_lightning.solver.hessian import DampedHessian, InputHessian, TokenSum
 from mrp_lightning.solver.patterns import Pattern, Unstructured
 
+TARGET_WEIGHT = 0.5
+"""The weight α of the dense model's outputs in a dense target; see docs/methods.md."""
+
 
 class InputShift(TokenSum):
     """Accumulate 2·(X_d − X̂)ᵀX̂ / tokens for a layer's inputs X̂ and the dense model's X_d.
@@ -46,15 +49,13 @@ class InputShift(TokenSum):
         return self._sum / self.num_tokens
 
 
-def dense_target(
-    weight: Tensor, shift: Tensor, damped: DampedHessian, target_weight: float
-) -> Tensor:
-    """Return the weight whose outputs on the pruned model's inputs are nearest to the dense ones.
+def dense_target(weight: Tensor, shift: Tensor, damped: DampedHessian) -> Tensor:
+    """Return a weight whose outputs on the pruned model's inputs are nearer to the dense ones.
 
-    W̃ = W + α·W(C − H)(H + λI)⁻¹ for the dense weight W (rows, columns), α = `target_weight` from 0
-    (the dense weight itself) to 1, and the shift C − H of `InputShift`. For α = 1 it minimises
-    ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖². The result is float32, or float64 if the weight is;
-    if the shift is zero, it is W itself, bit for bit.
+    W̃ = W + α·W(C − H)(H + λI)⁻¹ for the dense weight W (rows, columns), α = `TARGET_WEIGHT`, and
+    the shift C − H of `InputShift`. For α = 1 it would minimise ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens +
+    λ/2·‖W̃ − W‖². The result is float32, or float64 if the weight is; if the shift is zero, it is W
+    itself, bit for bit.
     """
     exact = damped if damped.float32_suffices else damped.double
     wide = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
@@ -64,7 +65,7 @@ def dense_target(
         missing = wide.to(exact.dtype) @ shift.to(exact.dtype)
         # UᵀU = (H + λI)⁻¹: two products with U, and no inverse is formed.
         change = (missing @ exact.factor.T) @ exact.factor
-    return torch.add(wide, change.to(wide.dtype), alpha=target_weight)
+    return torch.add(wide, change.to(wide.dtype), alpha=TARGET_WEIGHT)
 
 
 @dataclass(frozen=True, eq=False)

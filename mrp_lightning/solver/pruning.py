@@ -62,7 +62,6 @@ def prune_weight(
     bits: int | None = None,
     group_size: int = 64,
     grid: str | None = None,
-    zero_has_a_code: bool = False,
 ) -> Solution:
     """Remove weights and compensate for them, so that the layer's outputs change least.
 
@@ -102,8 +101,6 @@ def prune_weight(
             compressed-tensors. It has its bits and its group size, which need not be given; columns
             are in whole groups, for q3_k, q4_k and q5_k multiples of 256. Removed weights need a
             code for zero, which iq4_nl lacks, and q4_1, q4_k, q5_1 and q5_k, which have minima.
-        zero_has_a_code: Whether removed weights take one of the 2^bits codes, as in formats that
-            store a code for each weight. It costs one to two percent of the loss.
 
     Returns:
         The pruned weight and its measures. The inputs are not modified.
@@ -127,7 +124,6 @@ def prune_weight(
         bits=bits,
         group_size=group_size,
         grid=grid,
-        zero_has_a_code=zero_has_a_code,
     )
     require_dense(weight=weight, hessian=hessian)
     # The result must be an ordinary tensor, also if the caller is in inference mode.

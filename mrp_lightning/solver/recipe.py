@@ -232,23 +232,19 @@ def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
                 f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
                 f"{' and '.join(contradictions)}. Leave out one or the other."
             )
-        if (holds_zeros or settings.zero_has_a_code) and not grid.holds_zero:
+        if holds_zeros and not grid.holds_zero:
             raise OptionError(
                 f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
                 f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
-                "give `bits` with `zero_has_a_code`, or leave out `sparsity`, `pattern` and "
-                "`zero_has_a_code`."
+                "give `bits` in place of `grid`, or leave out `sparsity` and `pattern`."
             )
         return grid
     if bits is not None:
         # A bitmask stores which weights are removed, so that none of the codes needs to be zero.
         # Without a bitmask, zero is the best value of many a weight, and needs a code.
-        zero_has_a_code = settings.zero_has_a_code or not holds_zeros
-        return grid_of_bits(bits, group_size, zero_has_a_code=zero_has_a_code)
+        return grid_of_bits(bits, group_size, zero_has_a_code=not holds_zeros)
     if group_size != GROUP_SIZE:
         raise OptionError(
             f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it out."
         )
-    if settings.zero_has_a_code:
-        raise OptionError("`zero_has_a_code` means nothing without `bits`. Give both, or neither.")
     return None

@@ -24,7 +24,6 @@ def test_all_of_it_together(precision, llama, loader, quiet, tmp_path, caplog):
         allocation="output",
         tuning=TUNING,
         save_dir=tmp_path / "run",
-        true_sequential=True,
     )
     with caplog.at_level(logging.INFO):
         Trainer(precision=precision, **quiet).predict(module, loader, callbacks=[callback])
@@ -36,7 +35,6 @@ def test_all_of_it_together(precision, llama, loader, quiet, tmp_path, caplog):
     assert callback.report.totals["sparsity"] == pytest.approx(0.6, abs=1e-4)
     stored = json.loads((tmp_path / "run/pruning_report.json").read_text())
     assert stored["config"]["target"] == "dense"
-    assert stored["config"]["target_weight"] == 0.5
     assert stored["config"]["tuning"]["epochs"] == 2
     assert {"name", "sparsity", "error_before", "error_after", "epoch", "seconds"} == set(
         stored["blocks"][0]

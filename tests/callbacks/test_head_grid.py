@@ -49,7 +49,7 @@ def expected_head(pruned, head, dense, batches, grid):
 RUNS = [
     {},
     {"pattern": "2:4", "offload": True},
-    {"bits": 4, "target": "dense", "true_sequential": True},
+    {"bits": 4, "target": "dense"},
     {"sparsity": 0.5, "structure": "neurons", "bits": 4},
     {"sparsity": 0.5, "ignore": ["layers.1"]},
 ]

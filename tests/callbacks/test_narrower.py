@@ -140,7 +140,6 @@ def test_what_cannot_be_narrower_is_refused_by_name(family, structure, tmp_path)
         ),
         ({"pattern": "2:4", "sparsity": None}, OptionError, "Leave out `pattern`"),
         ({"targets": "mlp", "allocation": "output"}, OptionError, "`allocation`, `targets`"),
-        ({"bits": 4, "zero_has_a_code": True}, OptionError, "Leave out `zero_has_a_code`"),
         ({"method": "SS"}, MethodError, "SS does not remove whole columns"),
         ({"method": "magnitude", "target": "dense"}, MethodError, "`target: dense` moves"),
     ],

@@ -65,8 +65,8 @@ TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
         (1, {}),
         (3, {"target": "dense", "tuning": TUNING, "allocation": "output"}),
         (4, {"tuning": TUNING}),  # all but the final write
-        (2, {"true_sequential": True, "offload": True, "method": "MM", "sparsity": None,
-             "pattern": "2:4", "target": "dense"}),
+        (2, {"offload": True, "method": "MM", "sparsity": None, "pattern": "2:4",
+             "target": "dense"}),
         (5, {"targets": ["mlp", "lm_head"]}),  # a step beyond the blocks
     ],
 )  # fmt: skip

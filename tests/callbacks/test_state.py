@@ -40,7 +40,7 @@ def test_a_checkpoint_carries_report_and_recipe(llama, loader, quiet, tmp_path):
         {"head_grid": "q8_0"},
         {"grid": "int4-g32", "balance": True},
         {"targets": "mlp"},
-        {"true_sequential": True},
+        {"target": "dense"},
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ callback:
     targets: [q_proj, "layers.*.mlp"]
     ignore: down_proj
     blocks: [model.layers]
-    true_sequential: true
+    target: dense
     offload: true
     skip_indivisible: true
     save_dir: runs/x
@@ -49,7 +49,7 @@ callback:
     assert callback.settings.recipe.method.name == "MM"
     assert callback.settings.recipe.block_size is None
     assert callback.settings.recipe.damping == 0.01
-    assert callback.settings.true_sequential
+    assert callback.settings.target == "dense"
     assert callback.settings.targets == ("q_proj", "layers.*.mlp")
     assert callback.settings.ignore == ("down_proj",)
     assert callback.save_dir == Path("runs/x").absolute()
@@ -114,14 +114,14 @@ callback:
     asked = callback.settings
     assert asked.block_tuning == expected
     assert asked.allocation == "output"
-    assert asked.target_weight == 0.5
+    assert asked.target == "dense"
 
 
 def test_what_does_not_go_beyond_single_layers_is_explained():
-    with pytest.raises(OptionError, match="`target_weight` 0.5 means nothing without"):
+    with pytest.raises(OptionError, match="`balance` scales columns for the groups of a grid"):
         parse(
             "callback: {class_path: callbacks.MRPCallback, "
-            "init_args: {sparsity: 0.7, target_weight: 0.5}}"
+            "init_args: {sparsity: 0.7, balance: true}}"
         )
 
 

@@ -76,7 +76,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mask J with bits": {"sparsity": 0.5, "method": "JM", "bits": 4, "targets": ["o_proj"]},
     "bits alone": {"method": "SM", "bits": 3, "targets": ["o_proj"]},
     "balanced bits": {"method": "SM", "bits": 4, "group_size": 16, "balance": True},
-    "one layer after another": {"pattern": "2:4", "method": "SM", "true_sequential": True},
     "the head": {"pattern": "2:4", "method": "SM", "targets": ["lm_head", "down_proj"]},
     "a grid of the head": {"pattern": "2:4", "method": "SM", "head_grid": "q5_0"},
     "neurons": {"structure": "neurons", "sparsity": 0.25, "method": "SM"},

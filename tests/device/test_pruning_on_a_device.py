@@ -135,7 +135,6 @@ def test_the_walk_stays_on_its_device(second, family):
 
 BEYOND = {
     "target": "dense",
-    "target_weight": 1.0,
     "allocation": "output",
     "tuning": BlockTuning(epochs=1, learning_rate=1e-4),
 }

@@ -47,7 +47,7 @@ RUNS = [
     ({"grid": "int8-g64"}, 8, 64),
     ({"bits": 3, "pattern": "2:4"}, 4, 64),
     ({"bits": 4, "sparsity": 0.5}, 8, 64),  # nine codes on each side
-    ({"bits": 4, "sparsity": 0.5, "zero_has_a_code": True}, 4, 64),
+    ({"grid": "int4-g64", "sparsity": 0.5}, 4, 64),
     ({"bits": 4, "group_size": 128}, 4, -1),
 ]
 

@@ -103,7 +103,7 @@ def test_a_wrong_call_is_explained_by_python():
         (SaveEvaluation, {"save_dir": None}, "save_dir"),
         (MRPCallback, {"pattern": "2:4", "overwrite": "no"}, "overwrite"),
         (MRPCallback, {"pattern": "2:4", "resume": "false"}, "resume"),
-        (MRPCallback, {"pattern": "2:4", "true_sequential": "false"}, "true_sequential"),
+        (MRPCallback, {"pattern": "2:4", "balance": "false"}, "balance"),
         (MRPCallback, {"pattern": "2:4", "offload": "false", "targets": 5}, "targets.*offload"),
         (PruningCallback, {"method": 5, "sparsity": "50%"}, "method.*sparsity"),
     ],

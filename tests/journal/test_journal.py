@@ -23,7 +23,7 @@ ROW = LayerReport(name="a", shape=(2, 4), loss=0.1, relative_loss=float("nan"), 
 @pytest.mark.parametrize(
     ("family", "rerun"), [("llama", True), ("mixtral", False), ("bart", False), ("gpt2", True)]
 )
-@pytest.mark.parametrize("beyond", [{}, {"target": "dense", "target_weight": 0.5}])
+@pytest.mark.parametrize("beyond", [{}, {"target": "dense"}])
 @torch.no_grad()
 def test_any_walk_goes_on_with_the_same_bits(
     family, rerun, beyond, build, batches, tmp_path, monkeypatch
@@ -225,7 +225,7 @@ def test_the_journal_of_a_similar_name_is_left_alone(tmp_path):
 
 @torch.no_grad()
 def test_blocks_after_one_that_came_out_otherwise_see_what_it_gives(build, batches, tmp_path):
-    options = {"beyond": {"target": "dense", "target_weight": 0.5}, "method": "SS"}
+    options = {"beyond": {"target": "dense"}, "method": "SS"}
     whole, resumed = build("llama"), build("llama")
     prune_model(whole, batches, **options)
     with Journal.open(tmp_path / "out", PRINT) as journal:

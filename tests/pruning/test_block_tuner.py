@@ -93,9 +93,7 @@ def test_gives_the_weights_of_plain_torch(build, batches):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reports_the_held_out_errors_of_the_finished_model(family, dtype, build, batches):
     model, dense = build(family).to(dtype), build(family).to(dtype)
-    report = prune_model(
-        model, batches, beyond={"tuning": TUNING, "target": "dense", "target_weight": 0.5}
-    )
+    report = prune_model(model, batches, beyond={"tuning": TUNING, "target": "dense"})
     rows = {row.name: row for row in report.blocks}
     assert len(rows) == len(model.get_submodule(BLOCKS[family]))
     for name, row in rows.items():

@@ -5,16 +5,14 @@ import torch
 from slow_pruning import (
     BLOCKS,
     TOLERANCE,
-    all_at_once,
     assert_same_weights,
     inputs_of,
-    one_after_another,
     prune_model,
     slow_prune,
 )
 from torch import Tensor, nn
 
-DENSE = {"target": "dense", "target_weight": 1.0}
+DENSE = {"target": "dense"}
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma3_text"])
@@ -22,19 +20,10 @@ DENSE = {"target": "dense", "target_weight": 1.0}
 def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
     ours, theirs, dense = build(family), build(family), build(family)
     report = prune_model(ours, batches, tolerance=TOLERANCE, beyond=DENSE)
-    slow_prune(theirs, BLOCKS[family], batches, all_at_once, dense, 1.0)
+    slow_prune(theirs, BLOCKS[family], batches, dense)
     assert_same_weights(ours, theirs)
     assert report.config["walk"] == "inject"
     assert all(row.target.own is None for row in report.layers)
-
-
-@torch.no_grad()
-def test_the_target_weight_and_true_sequential(build, batches):
-    ours, theirs, dense = build("llama"), build("llama"), build("llama")
-    beyond = {"target": "dense", "target_weight": 0.5}
-    prune_model(ours, batches, true_sequential=True, tolerance=TOLERANCE, beyond=beyond)
-    slow_prune(theirs, "model.layers", batches, one_after_another, dense, 0.5)
-    assert_same_weights(ours, theirs)
 
 
 @torch.no_grad()
@@ -92,7 +81,7 @@ def test_the_first_block_is_pruned_as_without(build, batches):
 @torch.no_grad()
 def test_the_reported_losses_are_against_the_dense_weight(build, batches):
     model, dense = build("llama"), build("llama")
-    report = prune_model(model, batches, true_sequential=True, beyond=DENSE)
+    report = prune_model(model, batches, beyond=DENSE)
     row = next(row for row in report.layers if row.name == "model.layers.1.self_attn.q_proj")
     after, before = (m.model.layers[1].self_attn.q_proj for m in (model, dense))
     x = inputs_of(model, [after], batches)[0]

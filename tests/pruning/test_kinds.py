@@ -28,10 +28,9 @@ def prune_model(
     batches: list[dict[str, Tensor]],
     *,
     pattern: str = "2:4",
-    true_sequential: bool = False,
     **choices: Any,
 ) -> PruningReport:
-    settings = Settings(pattern=pattern, method="SM", true_sequential=true_sequential)
+    settings = Settings(pattern=pattern, method="SM")
     job = Job(
         model=model,
         forward=lambda batch: model(**batch),
@@ -330,12 +329,6 @@ def test_portions_give_the_same_weights(build, batches, monkeypatch):
     for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert torch.equal(a == 0, b == 0), name
         assert (a - b).norm() <= 2e-3 * b.norm(), name
-
-
-@torch.no_grad()
-def test_experts_one_after_another(build, batches):
-    report = prune_model(build("qwen3_moe"), batches, true_sequential=True)
-    assert len(report.pruned) == 3 * (4 + 2 * 4)
 
 
 @torch.no_grad()

@@ -50,17 +50,8 @@ def assert_alike(found, expected):
 @pytest.mark.parametrize(
     ("family", "size", "options"),
     [
-        ("llama", 2, {"true_sequential": True}),
-        (
-            "llama",
-            4,
-            {"beyond": {"target": "dense", "target_weight": 0.5}},
-        ),  # one process has no batch
-        (
-            "mixtral",
-            2,
-            {"beyond": {"target": "dense", "target_weight": 0.5}},
-        ),  # experts that not both call
+        ("llama", 4, {"beyond": {"target": "dense"}}),  # one process has no batch
+        ("mixtral", 2, {"beyond": {"target": "dense"}}),  # experts that not both call
         ("mamba", 2, {}),  # a weight that is used without calling its module
         ("gemma3n_text", 2, {}),  # full re-runs
         (

@@ -7,10 +7,8 @@ import torch
 from slow_pruning import (
     BLOCKS,
     TOLERANCE,
-    all_at_once,
     assert_same_weights,
     inputs_of,
-    one_after_another,
     prune_model,
     report_of,
     slow_prune,
@@ -32,19 +30,11 @@ from mrp_lightning.targets.plan import make_plan
 def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
     ours, theirs = build(family), build(family)
     report = prune_model(ours, batches, tolerance=TOLERANCE)
-    slow_prune(theirs, BLOCKS[family], batches, all_at_once)
+    slow_prune(theirs, BLOCKS[family], batches)
     assert_same_weights(ours, theirs)
     assert report.config["walk"] == "inject"
     assert report.totals["sparsity"] == 0.5
     assert all(row.skipped is None for row in report.layers)
-
-
-@torch.no_grad()
-def test_true_sequential_gives_the_weights_of_a_slow_rewrite(build, batches):
-    ours, theirs = build("llama"), build("llama")
-    prune_model(ours, batches, true_sequential=True, tolerance=TOLERANCE)
-    slow_prune(theirs, "model.layers", batches, one_after_another)
-    assert_same_weights(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

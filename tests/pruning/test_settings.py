@@ -13,15 +13,9 @@ def made(method="SM", pattern=None, **options) -> Settings:
 
 def test_all_is_off_by_default():
     settings = made()
-    assert (settings.target_weight, settings.block_tuning, settings.targets) == (None, None, None)
+    assert (settings.target, settings.block_tuning, settings.targets) == ("own", None, None)
     given = {"method": "SM", "sparsity": 0.5}
     assert settings.config() == Settings.defaults() | given
-
-
-def test_the_target_weight_has_a_default():
-    assert made().target_weight is None
-    assert made(target="dense").target_weight == 0.5
-    assert made(target="dense", tuning=True, target_weight=0.25).target_weight == 0.25
 
 
 @pytest.mark.parametrize("tuning", [True, BlockTuning(), BlockTuning(epochs=5)])
@@ -33,7 +27,7 @@ def test_tuning_may_be_said_in_two_ways(tuning):
     "options",
     [
         {},
-        {"target": "dense", "target_weight": 0.3},
+        {"target": "dense"},
         {"tuning": True},
         {"allocation": "output", "targets": "mlp", "blocks": ["a", "b"]},
         {"pattern": "2:4", "bits": 4, "group_size": 32},
@@ -50,8 +44,6 @@ def test_what_a_report_keeps_gives_the_same_again(options):
     ("options", "message"),
     [
         ({"target": "Dense"}, "`target` must be one of own, dense; got 'Dense'"),
-        ({"target_weight": 0.5}, "`target_weight` 0.5 means nothing without `target: dense`"),
-        ({"target": "dense", "target_weight": 0.0}, r"in \(0, 1\]; got 0.0"),
         ({"allocation": "output", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
         ({"bits": 5}, "`bits` must be 3, 4 or 8; got 5"),
         ({"bits": 4, "group_size": 0}, "`group_size` must be a positive number of columns"),

@@ -15,7 +15,7 @@ def report():
     row = LayerReport(name="a.up", shape=(4, 8), method="SM", sparsity=0.5, relative_loss=0.25)
     config = {"method": "SM", "pattern": "2:4", "block_size": None, "damping": 0.01}
     dense = LayerReport.left_dense("a.down", (4, 9), "9 input features do not divide")
-    report = PruningReport(config | {"targets": ["up"], "true_sequential": False}, [row, dense])
+    report = PruningReport(config | {"targets": ["up"], "balance": False}, [row, dense])
     report.provenance = {"command": "python -m mrp_lightning predict --config a.yaml", "data": DATA}
     report.model_weights = 64
     return report

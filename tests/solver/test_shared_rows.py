@@ -50,7 +50,7 @@ def test_gives_the_mask_and_the_optimum_of_one_process(method, pattern):
 def test_a_target_is_shared_out_with_the_rows():
     torch.manual_seed(0)
     weight, matrix, shift = torch.randn(10, 32), hessian(32), torch.randn(32, 32)
-    target = dense_target(weight, shift, InputHessian(matrix).damped(0.01), 0.5)
+    target = dense_target(weight, shift, InputHessian(matrix).damped(0.01))
     expected = solve(weight, matrix, ALONE, target, method="SM", **HALF)
     for one in together(3, lambda p: solve(weight, matrix, p, target, method="SM", **HALF)):
         assert torch.equal(one.pruned, expected.pruned)
