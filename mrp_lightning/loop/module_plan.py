@@ -42,5 +42,5 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
         plan = Plan(plan.blocks, {block.name: [] for block in plan.blocks}, outside=[])
     if settings.structure is not None:
         sparsity = recipe.pattern.sparsity
-        plan = narrowing_plan(model, settings.structure, sparsity, plan, recipe.grid)
+        plan = narrowing_plan(model, settings.structure, sparsity, plan)
     return replace(plan, head=head)

@@ -442,14 +442,13 @@ class Run:
             )
 
     def _log_narrowed(self) -> None:
-        narrowed, totals, grid = self.report.narrowed, self.report.totals, self.settings.recipe.grid
-        layers = "layer that reads them" if grid is None else f"layer, on the grid {grid}"
+        narrowed, totals = self.report.narrowed, self.report.totals
         rank_zero_info(
             f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each of "
             f"{narrowed['blocks']} blocks with {self.settings.recipe.method} in "
             f"{totals['seconds']:.1f} s: the model has {narrowed['model_weights']:,} of "
-            f"{totals['model_weights']:,} weights. Mean output error of a {layers}, "
-            f"relative to its output: {totals['relative_loss']:.4f}. {self._where}"
+            f"{totals['model_weights']:,} weights. Mean output error of a layer that reads "
+            f"them, relative to its output: {totals['relative_loss']:.4f}. {self._where}"
         )
 
     @property

@@ -78,23 +78,9 @@ class StreamedNarrowing:
 
 
 def _removed_units(parts: BlockParts, structure: Structure) -> Tensor:
-    """Return the indices of `structure.count` units whose columns are zero in every consumer.
-
-    On a grid of few bits, columns of remaining units may be zero, too. Then the removed units are
-    identified by zero rows in the layers that produce them.
-    """
-    # A grid without a zero code has no zero columns by chance, one with it may: n > count zeros.
-    # Removed units also have zero rows in their producers; remaining ones, whose consumers alone
-    # were rounded to zero, have not. The stable sort puts the former first, each in its order.
-    zero = parts.zero_units(structure.units)
-    if len(zero) > structure.count:
-        is_made = torch.zeros(structure.units, dtype=torch.bool)
-        for cut in parts.producers:
-            if cut.tensor.ndim > 1:
-                rows = cut.tensor.detach().movedim(cut.dim, 0)
-                is_made |= (rows != 0).reshape(structure.units, -1).any(1).cpu()
-        zero = zero[is_made[zero].long().sort(stable=True).indices[: structure.count]]
-    return zero.sort().values
+    """Return the indices of `structure.count` units whose columns are zero in every consumer."""
+    # There may be more of them, in a model that had such units before: any contribute nothing.
+    return parts.zero_units(structure.units)[: structure.count]
 
 
 _OF_EFFECT = 0.02

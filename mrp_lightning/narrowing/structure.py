@@ -1,6 +1,6 @@
 """Units of a model that can be removed whole (neurons, heads, experts), and a plan to do so."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,55 +74,6 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class Remainder(Layer):
-    """The part of a layer that remains when units are cut out; the rest of its parameter is zero.
-
-    Attributes:
-        whole: The layer.
-        rows_of_whole: The numbers of its remaining rows, int64.
-        columns_of_whole: The numbers of its remaining columns, int64.
-    """
-
-    whole: Layer
-    rows_of_whole: Tensor
-    columns_of_whole: Tensor
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter of the whole layer."""
-        return self.whole.parameter
-
-    def arranged(self, stored: Tensor) -> Tensor:
-        """Return a view, with all rows of the whole layer, of a tensor of the parameter's shape."""
-        return self.whole.arranged(stored)
-
-    @property
-    def weight(self) -> Tensor:
-        """A copy of the remaining weight, (rows, columns)."""
-        return self.whole.weight[self.rows_of_whole[:, None], self.columns_of_whole]
-
-    @property
-    def columns(self) -> int:
-        """The number of remaining input features."""
-        return len(self.columns_of_whole)
-
-    @property
-    def reading(self) -> Hashable:
-        """The way in which the whole layer reads its input."""
-        return self.whole.reading
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Return the remaining features of the vectors that the weight multiplies."""
-        return self.whole.inputs(x)[..., self.columns_of_whole]
-
-    def write_(self, weight: Tensor) -> None:
-        """Overwrite the remaining weight, and set the rest to zero, in one copy."""
-        whole = torch.zeros_like(self.whole.weight)
-        whole[self.rows_of_whole[:, None], self.columns_of_whole] = weight.to(whole)
-        self.whole.write_(whole)
-
-
-@dataclass(frozen=True, eq=False)
 class BlockParts:
     """The parts of one block that belong to its units.
 
@@ -160,15 +111,6 @@ class BlockParts:
         for layer in self.consumers:
             zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
         return zero.nonzero()[:, 0]
-
-    def remainder(self, layer: Layer, kept: Tensor) -> Layer:
-        """Return the part of a layer for the `kept` units; the layer itself if it is not cut."""
-        cut = next((cut for cut in self.cuts if cut.tensor is layer.parameter), None)
-        if cut is None:
-            return layer
-        numbers = [torch.arange(size, device=layer.view.device) for size in layer.weight.shape]
-        numbers[layer in self.consumers] = cut.entries(kept)
-        return Remainder(layer.name, layer.module, layer, *numbers)
 
     def without(self, removed: Tensor, units: int) -> list[Attribute]:
         """Return the attributes of a block of `units` units without the `removed` ones."""
@@ -224,12 +166,11 @@ class Structure:
 class NarrowingPlan(Plan):
     """The plan of removing whole units.
 
-    The layers to prune are the consumers of the units; with a grid, all layers.
+    The layers to prune are the consumers of the units.
 
     Attributes:
         structure: The units.
-        others: The other layers, which tuning may change, by the name of their block; empty with a
-            grid.
+        others: The other layers, which tuning may change, by the name of their block.
     """
 
     structure: Structure

@@ -28,7 +28,6 @@ from mrp_lightning.narrowing.structure import (
     NarrowingPlan,
     Structure,
 )
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
@@ -47,28 +46,17 @@ Sizes = dict[str, int]
 """Entries of a configuration that depend on the number of units, by name."""
 
 
-def narrowing_plan(
-    model: nn.Module, kind: str, sparsity: float, plan: Plan, grid: Grid | None = None
-) -> NarrowingPlan:
+def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> NarrowingPlan:
     """Return the plan of removing whole units, made from the plan of all layers.
 
-    With a grid, all layers of the plan in blocks are put on it. The arguments are those of
-    `_find_structure`.
+    The arguments are those of `_find_structure`.
 
     Raises:
         TargetError: The model is none of transformers or has no repeated blocks, or no
             configuration of its class describes the narrower model.
         OptionError: The sparsity removes no unit, or all, or transformers refuses their number.
     """
-    structure = _find_structure(model, kind, sparsity, plan, grid)
-    if grid is not None:
-        return NarrowingPlan(
-            blocks=plan.blocks,
-            layers=plan.layers,
-            outside=[],
-            skipped=plan.skipped,
-            structure=structure,
-        )
+    structure = _find_structure(model, kind, sparsity, plan)
     none: dict[str, list[Layer]] = {block.name: [] for block in plan.blocks}
     consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
@@ -84,9 +72,7 @@ def narrowing_plan(
     )
 
 
-def _find_structure(
-    model: nn.Module, kind: str, sparsity: float, plan: Plan, grid: Grid | None = None
-) -> Structure:
+def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Structure:
     """Find the units of each block, and the parts of the model that belong to them.
 
     Args:
@@ -94,7 +80,6 @@ def _find_structure(
         kind: "neurons", "heads" or "experts".
         sparsity: The fraction of the units to remove.
         plan: All layers of the model that could be pruned, in their blocks.
-        grid: The grid that the layers are put on; the columns that remain are whole groups of it.
     """
     if not isinstance(model, PreTrainedModel):
         raise TargetError(
@@ -119,8 +104,8 @@ def _find_structure(
     # units is the right one, and the others' reasons explain a failure.
     reasons: list[str] = []
     for units, entries in _candidates(text, kind, plan):
-        columns = entries[_HEADS] * _head_size(text) if kind == "heads" else 1
-        kept = _kept(kind, units, sparsity, _multiple(kind, columns, grid), _least(text, kind))
+        multiple = _MULTIPLE if kind == "neurons" else 1
+        kept = _kept(kind, units, sparsity, multiple, _least(text, kind))
         entry = _Entry(model, kind, plan, dense, units, entries)
         fit = entry.fit(kept)
         if isinstance(fit, _Unfit) and fit.by_transformers:
@@ -234,18 +219,6 @@ def _least(config: PreTrainedConfig, kind: str) -> int:
     """Return the smallest possible number of units: one, or as many experts as each token uses."""
     counts = (getattr(config, name, None) for name in _CHOSEN if kind == "experts")
     return max([1, *(count for count in counts if isinstance(count, int))])
-
-
-def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
-    """Return the number of which the number of remaining units must be a multiple.
-
-    It is 32 for neurons, else 1; with a grid of whole groups, it is raised so that the units'
-    columns, `columns` each, are such groups.
-    """
-    least = _MULTIPLE if kind == "neurons" else 1
-    if grid is None or not grid.whole_groups:
-        return least
-    return math.lcm(least, grid.columns_together // math.gcd(grid.columns_together, columns))
 
 
 def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1) -> int:

@@ -112,6 +112,5 @@ class PruningArguments(LayerSettings):
     its key-value groups with their query heads, or of its experts with their rows of the router.
     The result is a narrower dense model, described by an ordinary configuration. The number of
     remaining neurons is a multiple of 32; of experts, at least as many remain as each token uses.
-    With `bits` or `grid`, all layers of the narrower model are put on the grid (not with experts).
     For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the
-    first three); see docs/narrower.md."""
+    first three). A second run can put the narrower model on a grid; see docs/narrower.md."""

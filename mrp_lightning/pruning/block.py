@@ -203,18 +203,8 @@ class LayerSolver(Remover):
         self._recipe, self._patterns = recipe, patterns or {}
         self._waiting: list[tuple[list[Layer], InputHessian]] = []  # for the tuning
 
-    def prune(self, block: WalkedBlock, narrowed: Sequence[LayerResult] = ()) -> list[LayerResult]:
-        """Prune the layers of a block.
-
-        Args:
-            block: The block.
-            narrowed: The results of layers of the block that have lost columns already. They are
-                only quantised.
-
-        Returns:
-            The results of all layers; those in `narrowed` are left out if they wait for the tuning.
-        """
-        earlier = {result.name: result for result in narrowed}
+    def prune(self, block: WalkedBlock) -> list[LayerResult]:
+        """Prune the layers of a block."""
         results: list[LayerResult] = []
         waits = block.dense is not None and block.job.settings.grid_waits
         # Before tuning, weights are free: codes that are chosen now would not fit the tuned
@@ -229,11 +219,9 @@ class LayerSolver(Remover):
                 # A new object, which does not keep the factorised Hessian in memory.
                 hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
                 self._waiting.append((layers, hessian))
-            unpruned = [layer for layer in layers if layer.name not in earlier]
             # Quantisation is faster for all rows of an input at once; without it, a single layer's
             # solution is in memory at a time.
-            apart = recipe.grid is None or not unpruned
-            for together in [[layer] for layer in unpruned] if apart else [unpruned]:
+            for together in [[layer] for layer in layers] if recipe.grid is None else [layers]:
                 block.report_progress(together[0].name)
                 recipes = [
                     replace(recipe, pattern=self._patterns.get(layer.name, recipe.pattern))
@@ -244,8 +232,6 @@ class LayerSolver(Remover):
                     prune_layers(together, calibrated, recipes, progress, block.job.processes)
                 )
                 block.report_progress(together[-1].name)
-            if not waits and (quantised := [x for x in layers if x.name in earlier]):
-                results += self._put_on_grid(block, quantised, calibrated.inputs, earlier)
         _warn_of_shared([result.row for result in results if result.row.shared_hessian])
         return results
 
@@ -253,31 +239,20 @@ class LayerSolver(Remover):
         """Quantise the layers that waited for the tuning of their block."""
         by_name = {result.name: result for result in results}
         for layers, inputs in self._waiting:
-            quantised = self._put_on_grid(block, layers, inputs, by_name)
-            by_name |= {result.name: result for result in quantised}
+            quantised = put_layers_on_grid(
+                layers,
+                inputs,
+                self._recipe,
+                [by_name[layer.name] for layer in layers],
+                progress=partial(_report_of_layer, block, layers[0]),
+                processes=block.job.processes,
+            )
+            for result in quantised:
+                block.on_result(result)
+                by_name[result.name] = result
         # The Hessians of one block at most are held, and the next block waits with its own.
         self._waiting.clear()
         return list(by_name.values())
-
-    def _put_on_grid(
-        self,
-        block: WalkedBlock,
-        layers: Sequence[Layer],
-        inputs: InputHessian,
-        pruned: Mapping[str, LayerResult],
-    ) -> list[LayerResult]:
-        """Quantise layers that share an input and have a result already, by name in `pruned`."""
-        results = put_layers_on_grid(
-            layers,
-            inputs,
-            self._recipe,
-            [pruned[layer.name] for layer in layers],
-            progress=partial(_report_of_layer, block, layers[0]),
-            processes=block.job.processes,
-        )
-        for result in results:
-            block.on_result(result)
-        return results
 
 
 class HeadSolver(Remover):

@@ -59,7 +59,7 @@ class Settings(PruningArguments):
         if self.structure is not None:
             self._check_structure()
         # The checks after it compare the recipe with arguments that no single layer has.
-        recipe = Recipe.parse(self, leaves_zeros=self.structure is None)
+        recipe = Recipe.parse(self)
         object.__setattr__(self, "recipe", recipe)
         if recipe.is_of_head_alone:
             self._check_head_alone()
@@ -127,10 +127,11 @@ class Settings(PruningArguments):
                 f"configuration describes it. Leave out {', '.join(f'`{x}`' for x in excluded)}."
             )
         check_column_method(self.method)
-        if self.structure == "experts" and (self.bits is not None or self.grid is not None):
+        if self.bits is not None or self.grid is not None:
             raise OptionError(
-                "`structure: experts` goes with no `bits` or `grid` in one run. Remove experts "
-                "first, and put the model that is saved on a grid in a second run."
+                f"`structure: {self.structure}` goes with no `bits` or `grid` in one run. Remove "
+                f"{self.structure} in a first run, and put the model that it saves on a grid in a "
+                "second one, with `bits` or `grid` alone or with `pattern`."
             )
         # After the check for all structures: experts allow fewer of its methods.
         if self.structure == "experts" and self.method.endswith("+M"):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import TargetError
-from mrp_lightning.narrowing.structure import BlockParts, Structure
-from mrp_lightning.pruning.block import LayerSolver, Remover, WalkedBlock, calibrated_inputs
+from mrp_lightning.narrowing.structure import Structure
+from mrp_lightning.pruning.block import Remover, WalkedBlock, calibrated_inputs
 from mrp_lightning.pruning.prune_layers import Calibrated, measured
 from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.rows import LayerReport
@@ -27,72 +27,24 @@ class UnitRemover(Remover):
 
     Args:
         structure: The units, and the number of them to remove.
-        recipe: The recipe; with a grid, the remaining weights of all layers are quantised to it.
+        recipe: The recipe, without a grid.
     """
 
     def __init__(self, structure: Structure, recipe: Recipe) -> None:
-        self._structure = structure
-        # The grid comes after the removal: scales of groups must not count columns that are gone.
-        self._recipe = replace(recipe, grid=None)
-        self._solver = None if recipe.grid is None else LayerSolver(recipe.grid_alone)
+        self._structure, self._recipe = structure, recipe
 
     def prune(self, block: WalkedBlock) -> list[LayerResult]:
-        """Remove units of the block, and with a grid quantise what remains of all its layers.
-
-        Quantisation takes a second calibration pass, since layers then read the remaining units.
+        """Remove units from all layers of the block that read them.
 
         Raises:
             TargetError: The layers that read the units have different inputs.
             HessianError: The Hessian is unusable.
         """
         parts = self._structure.blocks.get(block.name or "")
-        narrowed: list[LayerResult] = []
-        layers = block.layers
-        if parts is not None:
-            narrowed, kept = self._remove(block, parts)
-            if kept is None:
-                return narrowed  # the caller refuses a block that is wider than the others
-            layers = [parts.remainder(layer, kept) for layer in layers]
-        if self._solver is None:
-            return narrowed
-        results = {result.name: result for result in narrowed}
-        # The second calibration sees the block without the units, so that each Hessian is that of
-        # the inputs which the quantised layer gets.
-        quantised = self._solver.prune(replace(block, layers=layers), narrowed)
-        results |= {result.name: result for result in quantised}
-        for whole, layer in zip(block.layers, layers, strict=True):
-            result = results[layer.name]
-            # A layer that makes the units has lost rows, which the solver did not see.
-            if result.is_pruned and len(layer.weight) < len(whole.weight):
-                results[layer.name] = self._of_producer(result, whole)
-                block.on_result(results[layer.name])
-        return list(results.values())
-
-    def put_on_grid(self, block: WalkedBlock, results: Sequence[LayerResult]) -> list[LayerResult]:
-        """Quantise the layers that waited for the tuning of their block."""
-        return list(results) if self._solver is None else self._solver.put_on_grid(block, results)
-
-    @property
-    def _removed(self) -> float:
-        """The fraction of the units that is removed."""
-        return self._structure.count / self._structure.units
-
-    def _of_producer(self, result: LayerResult, layer: Layer) -> LayerResult:
-        row = replace(result.row, shape=tuple(layer.weight.shape), sparsity=self._removed)
-        return replace(result, row=row)
-
-    def _remove(
-        self, block: WalkedBlock, parts: BlockParts
-    ) -> tuple[list[LayerResult], Tensor | None]:
-        """Remove units from all layers of a block that read them.
-
-        Returns:
-            The results of these layers, and the numbers of the units that remain, on the CPU;
-            `None` if the layers have no usable input.
-        """
+        if parts is None:
+            return []
         results: list[LayerResult] = []
-        kept = None
-        for layers, calibrated in calibrated_inputs(replace(block, layers=list(parts.consumers))):
+        for layers, calibrated in calibrated_inputs(block):
             if isinstance(calibrated, str):
                 results += block.left_dense(layers, calibrated)
                 continue
@@ -114,9 +66,7 @@ class UnitRemover(Remover):
             for layer, weight in zip(layers, new, strict=True):
                 layer.write_(weight)
             results += block.published(map(LayerResult, rows))
-            # On the CPU, since it indexes weights that may be on other devices.
-            kept = (~solution.removed).nonzero()[:, 0].cpu()
-        return results, kept
+        return results
 
     def _solved(
         self, block: WalkedBlock, weights: Sequence[Tensor], group: int, calibrated: Calibrated
@@ -167,7 +117,7 @@ class UnitRemover(Remover):
             shape=dense.shape,
             energy=output_energy(dense, hessian),
             tokens=calibrated.tokens,
-            sparsity=self._removed,
+            sparsity=self._structure.count / self._structure.units,
             zeros_before=int((dense == 0).sum()) / dense.numel() or None,
             own_target=None if calibrated.aim is None else calibrated.aim.own,
             **used,

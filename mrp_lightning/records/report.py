@@ -39,7 +39,7 @@ def _recipe(config: Mapping[str, Any]) -> Recipe:
     keys = ("sparsity", "pattern", "bits", "group_size", "grid", "head_grid")
     amount = {key: config[key] for key in keys if config.get(key) is not None}
     leaves_zeros = config.get("structure") is None
-    return Recipe.parse(LayerSettings(method="magnitude", **amount), leaves_zeros=leaves_zeros)
+    return Recipe.parse(LayerSettings(method="magnitude", **amount))
 
 
 @dataclass

@@ -131,14 +131,12 @@ class Recipe:
         return cls.parse(LayerSettings(**arguments))
 
     @classmethod
-    def parse(cls, settings: LayerSettings, *, leaves_zeros: bool = True) -> "Recipe":
+    def parse(cls, settings: LayerSettings) -> "Recipe":
         """Parse the settings of a layer.
 
         Args:
             settings: The settings. With `head_grid`, the grid of an output head, all other layers
                 may stay as they are.
-            leaves_zeros: Whether removed weights are zeros of the result. False if whole columns
-                are cut out, so that the result is a smaller matrix, with the grid of a dense one.
 
         Raises:
             PatternError: `sparsity` or `pattern` is malformed, both are given, or neither without
@@ -147,8 +145,7 @@ class Recipe:
             OptionError: Another setting is out of range, or contradicts the others.
         """
         is_sparse = settings.sparsity is not None or settings.pattern is not None
-        # Zeros that are cut out with their columns need no code.
-        grid = _grid(settings, holds_zeros=is_sparse and leaves_zeros)
+        grid = _grid(settings, holds_zeros=is_sparse)
         of_head = settings.head_grid
         head_grid = None if of_head is None else grid_named(of_head, "head_grid")
         is_dense = not is_sparse and (grid is not None or head_grid is not None)
@@ -170,11 +167,6 @@ class Recipe:
     def is_of_head_alone(self) -> bool:
         """Whether all layers but the output head stay as they are."""
         return isinstance(self.pattern, Dense) and self.grid is None
-
-    @property
-    def grid_alone(self) -> "Recipe":
-        """The recipe of putting weights on the grid without removing any."""
-        return replace(self, pattern=Dense())
 
     @property
     def amount(self) -> str:

@@ -124,11 +124,6 @@ def test_layers_that_a_second_run_leaves_keep_their_scales(run):
     assert not (run("plain", bits=4) / "grid").exists()
 
 
-def test_neurons_that_are_removed_take_their_scales_along(run):
-    narrow = run("narrow", structure="neurons", sparsity=0.5, grid="iq4_nl", target="dense")
-    assert_exact(narrow, GRIDS["iq4_nl"], 14)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_of_rows_that_processes_share_are_gathered(name, problem_of_rows):
     weight, matrix = problem_of_rows

@@ -50,7 +50,7 @@ RUNS = [
     {},
     {"pattern": "2:4", "offload": True},
     {"bits": 4, "target": "dense"},
-    {"sparsity": 0.5, "structure": "neurons", "bits": 4},
+    {"sparsity": 0.5, "structure": "neurons"},
     {"sparsity": 0.5, "ignore": ["layers.1"]},
 ]
 

@@ -28,7 +28,7 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.grid import GRIDS
+from mrp_lightning.solver.grid import grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.solver.recipe import Recipe
@@ -140,6 +140,8 @@ def test_what_cannot_be_narrower_is_refused_by_name(family, structure, tmp_path)
         ),
         ({"pattern": "2:4", "sparsity": None}, OptionError, "Leave out `pattern`"),
         ({"targets": "mlp", "allocation": "output"}, OptionError, "`allocation`, `targets`"),
+        ({"bits": 4}, OptionError, "Remove neurons in a first run, .* in a second one"),
+        ({"grid": "q4_0"}, OptionError, "no `bits` or `grid` in one run"),
         ({"method": "SS"}, MethodError, "SS does not remove whole columns"),
         ({"method": "magnitude", "target": "dense"}, MethodError, "`target: dense` moves"),
     ],
@@ -214,14 +216,11 @@ def test_wide_models_and_own_modules(llama, loader, own, tmp_path):
         )
 
 
-@pytest.mark.parametrize(("structure", "bits"), [("neurons", None), ("heads", None), ("heads", 4)])
-def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(
-    structure, bits, llama, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("structure", ["neurons", "heads"])
+def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_path, monkeypatch):
     """An interrupted run ends with the bits of one that was not, and tuning changes all layers."""
     tuning = mrp_lightning.BlockTuning(epochs=2, learning_rate=1e-3)
     options = {"structure": structure, "sparsity": 0.5, "target": "dense", "tuning": tuning}
-    options["bits"] = bits
     windows = torch.randint(3, 64, (64, 32), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(windows, batch_size=8)
     whole, model = tmp_path / "whole", llama(intermediate_size=96)
@@ -254,94 +253,13 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(
         assert torch.equal(x, model.state_dict()[name]), name
 
 
-def layer_losses(dense, result, units, windows):
-    """The losses of the first block's MLP by the dense model's own inputs, removed weights zero."""
-    inputs = {}
-    mlp = dense.model.layers[0].mlp
-    for name, layer in mlp.named_children():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(lambda _, x, name=name: inputs.update({name: x[0]}))
-    with torch.no_grad():
-        dense(windows)
-        losses = {}
-        for name, x in inputs.items():
-            old = mlp.get_submodule(name).weight
-            new = result.model.layers[0].mlp.get_submodule(name).weight
-            if name == "down_proj":
-                change = torch.zeros_like(old).index_copy(1, units, new) - old
-            else:
-                change = new - old[units]
-            losses[name] = float((x.flatten(0, 1) @ change.T).square().sum(1).mean())
-    return losses
-
-
-@pytest.mark.parametrize("grid", ["q4_0", "iq4_nl"])
-def test_narrower_and_on_a_grid_in_one_run(grid, llama, tmp_path):
-    """The units are those of a run without the grid; losses are those of the layers' outputs."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
-    windows = torch.randint(3, 64, (16, 32), generator=torch.Generator().manual_seed(1))
-    options = {"structure": "neurons", "sparsity": 1 / 3}
-    free, _ = narrower(llama(**sizes), [windows], tmp_path / "free", **options)
-    callback, saved = narrower(llama(**sizes), [windows], tmp_path / "grid", grid=grid, **options)
-    rows = {row.name.rpartition(".")[2]: row for row in callback.report.pruned[:7]}
-    assert callback.report.totals["layers"] == 14
-    assert rows["down_proj"].grid.zeros_loss == free.report.pruned[0].loss
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    dense = llama(**sizes)
-    down = model.model.layers[0].mlp.down_proj.weight.detach()
-    old = dense.model.layers[0].mlp.up_proj.weight
-    # Rows of `up_proj` are near those that they were: the nearest ones are the units that remain.
-    units = torch.cdist(model.model.layers[0].mlp.up_proj.weight, old).argmin(1)
-    assert units.unique().equal(units)
-    losses = layer_losses(dense, model, units, windows)
-    for name, loss in losses.items():
-        assert rows[name].loss == pytest.approx(loss, rel=0.02 if name == "down_proj" else 1e-3)
-        assert rows[name].grid.grid_loss > 0
-        assert rows[name].sparsity == pytest.approx(1 / 3)
-        assert rows[name].grid.bits == 4
-    assert rows["q_proj"].sparsity == 0
-    codebook = torch.tensor(GRIDS[grid].codebook).float()
-    groups = down.unflatten(1, (-1, 32))
-    peaks = groups.abs().amax(2, keepdim=True)
-    # Each group is some scale times codes: by a search over the codes of its largest weight.
-    scaled = groups / (peaks / codebook.abs()[:, None, None, None].clamp(min=0.5))
-    off = (scaled[..., None].abs() - codebook.abs()).abs().amin(-1).amax(-1)
-    assert off.amin(0).max() < 0.02
-
-
-def test_remaining_units_whose_columns_became_zero_are_not_cut_out(llama):
-    """A grid may leave only zeros of a unit; then those are removed that nothing makes."""
-    model = llama(intermediate_size=96)
-    plan = narrowing_plan(model, "neurons", 1 / 3, make_plan(model, Unstructured(1 / 3)))
-    removed = torch.arange(20, 84, 2)
-    for block in model.model.layers:
-        with torch.no_grad():
-            block.mlp.down_proj.weight[:, :64] = 0
-            block.mlp.down_proj.weight[:, 64:84:2] = 0
-            block.mlp.up_proj.weight[removed] = 0
-            block.mlp.gate_proj.weight[removed] = 0
-    expected = model.model.layers[1].mlp.up_proj.weight.detach().clone()
-    narrow(plan.structure, model.config)
-    now = model.model.layers[1].mlp.up_proj.weight
-    assert now.equal(expected[[i for i in range(96) if i not in removed.tolist()]])
-
-
-@pytest.mark.parametrize(("grid", "kept"), [("int4-g128", 256), ("q4_0", 288), (None, 288)])
-def test_what_remains_is_whole_groups_of_the_grid(grid, kept, llama):
-    model = llama(hidden_size=128, intermediate_size=384)
-    plan = make_plan(model, Unstructured(0.25))
-    chosen = grid and GRIDS[grid]
-    assert narrowing_plan(model, "neurons", 0.25, plan, chosen).structure.kept == kept
-    with pytest.raises(OptionError, match="2 heads, and some multiple of 2 below"):
-        narrowing_plan(llama(), "heads", 0.5, make_plan(llama(), Unstructured(0.5)), GRIDS["q4_0"])
-
-
-def test_neurons_then_heads_then_zeros(llama, loader, tmp_path):
+def test_neurons_then_heads_then_zeros_on_a_grid(llama, loader, tmp_path):
     """Runs can be chained, each on what the one before left."""
     _, first = narrower(llama(), loader, tmp_path / "1", structure="neurons", sparsity=0.25)
     _, second = narrower(CausalLM(first), loader, tmp_path / "2", structure="heads")
     callback, third = narrower(
-        CausalLM(second), loader, tmp_path / "3", pattern="2:4", sparsity=None
+        *(CausalLM(second), loader, tmp_path / "3"),
+        **{"pattern": "2:4", "sparsity": None, "bits": 4, "group_size": 8},
     )
     earlier = callback.report.provenance["pruned_before"]
     assert [x.get("structure") for x in earlier] == ["neurons", "heads"]
@@ -349,23 +267,25 @@ def test_neurons_then_heads_then_zeros(llama, loader, tmp_path):
     assert loaded.config.intermediate_size == 32
     assert loaded.config.num_key_value_heads == 1
     assert loaded.config.head_dim == 8
+    for row in callback.report.pruned:
+        grid_of_bits(4, 8).decompose(loaded.get_submodule(row.name).weight)
 
 
 @pytest.mark.parametrize(
-    ("family", "structure", "bits"),
+    ("family", "structure"),
     [
-        *(("llama", "neurons", None), ("llama", "neurons", 4), ("llama", "heads", None)),
-        *(("mixtral", "experts", None), ("deepseek_v3", "experts", None)),
+        *(("llama", "neurons"), ("llama", "heads")),
+        *(("mixtral", "experts"), ("deepseek_v3", "experts")),
     ],
 )
-def test_a_streamed_model_gets_as_narrow(family, structure, bits, tmp_path, monkeypatch):
+def test_a_streamed_model_gets_as_narrow(family, structure, tmp_path, monkeypatch):
     """Saved, it has the bits of one that was in memory; so it does after a failure to save."""
     import mrp_lightning.loop.pruned_module as saving
 
     build(family).save_pretrained(tmp_path / "dense")
     inputs, tuning = batches(family), mrp_lightning.BlockTuning(epochs=1)
     options = {"structure": structure, "sparsity": 0.25 if structure == "neurons" else 0.5}
-    options |= {"target": "dense", "tuning": tuning, "bits": bits}
+    options |= {"target": "dense", "tuning": tuning}
     whole, first = narrower(CausalLM(tmp_path / "dense"), inputs, tmp_path / "1", **options)
     streamed = CausalLM(tmp_path / "dense", streaming=True)
 
@@ -409,18 +329,18 @@ def test_every_family_of_the_lists_is_there():
     assert {*NEURONS, *HEADS} <= FAMILIES.keys()
 
 
-@pytest.mark.parametrize(("structure", "bits"), [("neurons", None), ("heads", None), ("heads", 4)])
-def test_processes_cut_out_the_same(structure, bits):
+@pytest.mark.parametrize("structure", ["neurons", "heads"])
+def test_processes_cut_out_the_same(structure):
     """Three processes with a batch or none each, against one with all of them."""
     inputs = batches("llama")
 
     def prune(model, mine, processes):
         tuning = mrp_lightning.BlockTuning(epochs=1, batch_size=100, held_out=0.4)
         settings = Settings(
-            method="SM", sparsity=0.5, structure=structure, bits=bits, target="dense", tuning=tuning
+            method="SM", sparsity=0.5, structure=structure, target="dense", tuning=tuning
         )
         plan = make_plan(model, settings.recipe.pattern)
-        plan = narrowing_plan(model, structure, 0.5, plan, settings.recipe.grid)
+        plan = narrowing_plan(model, structure, 0.5, plan)
         job = Job(
             model=model,
             plan=plan,

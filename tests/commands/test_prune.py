@@ -118,7 +118,7 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--text=absent.txt"], "`--text`: no such file: absent.txt."),
         (["--pattern=2:4", "--text=https://a.b/c.txt"], "c.txt (download it first"),
         (
-            ["--bits=4", "--structure=experts", "--sparsity=0.5"],
+            ["--bits=4", "--structure=heads", "--sparsity=0.5"],
             "goes with no `bits` or `grid`",
         ),
         (["--bits=5"], "`bits`"),

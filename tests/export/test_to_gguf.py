@@ -115,8 +115,6 @@ GRIDS_OF_RUNS = [
     ({"bits": 8}, "Q8_0"),
     ({"grid": "q5_0"}, "Q5_0"),
     ({"bits": 4, "sparsity": 0.5}, "Q5_0"),
-    ({"structure": "neurons", "sparsity": 0.5, "grid": "iq4_nl", "tuning": True}, "IQ4_NL"),
-    ({"structure": "heads", "sparsity": 0.5, "bits": 3, "group_size": 32}, "Q4_0"),
 ]
 
 
