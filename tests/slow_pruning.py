@@ -119,13 +119,13 @@ TOLERANCE = 1e-10
 
 
 def slow_prune(
-    model: nn.Module, path: str, batches: Batches, dense: nn.Module | None = None
+    model: nn.Module, path: str, batches: Batches, dense: nn.Module | None = None, name: str = ""
 ) -> None:
     """Prune `model`; with `dense`, a copy of it, towards what the layers give in that."""
     blocks = model.get_submodule(path)
     dense_blocks = blocks if dense is None else dense.get_submodule(path)
     for block, dense_block in zip(blocks, dense_blocks, strict=True):
-        layers, twins = linear_of(block), linear_of(dense_block)
+        layers, twins = linear_of(block, name), linear_of(dense_block, name)
         given = inputs_of(model, layers, batches)
         dense_given = given if dense is None else inputs_of(dense, twins, batches)
         for layer, x, x_d in zip(layers, given, dense_given, strict=True):
@@ -149,8 +149,9 @@ def aimed(weight: Tensor, hessian: Tensor, cross: Tensor) -> Tensor:
     return (weight.double() + change / 2).float()
 
 
-def linear_of(block: nn.Module) -> list[Any]:
-    return [module for module in block.modules() if is_linear(module)]
+def linear_of(block: nn.Module, name: str) -> list[Any]:
+    """The linear layers of a block whose names end so."""
+    return [x for full, x in block.named_modules() if is_linear(x) and full.endswith(name)]
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:

@@ -174,7 +174,7 @@ def test_a_layer_outside_the_blocks_sees_the_pruned_blocks(build, batches):
     model, theirs = build("llama"), build("llama")
     report = prune_model(model, batches, targets=["q_proj", "lm_head"])
     assert report.layers[-1].name == "lm_head"
-    slow_prune(theirs, "model.layers", batches, lambda block: [[block.self_attn.q_proj]])
+    slow_prune(theirs, "model.layers", batches, name="q_proj")
     x = inputs_of(theirs, [theirs.lm_head], batches)[0]
     expected = prune_weight(theirs.lm_head.weight, (2 * x.T @ x / len(x)).float(), pattern="2:4")
     assert torch.equal(model.lm_head.weight == 0, expected.pruned)
