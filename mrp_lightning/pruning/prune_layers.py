@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
 from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.problem import Quality, dense_target, output_energy
-from mrp_lightning.solver.pruning import LayerTask, prune_together
+from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
 from mrp_lightning.solver.quantisation import put_on_grid
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
@@ -50,6 +50,11 @@ class Calibrated:
     shared: float | None = None  # for an expert: the weight, 0 to 1, of all experts' Hessian in it
     aim: Aim | None = None  # None without `target: dense`
 
+    @property
+    def own_target(self) -> str | None:
+        """The reason why layers approximate their own outputs in spite of `target: dense`."""
+        return None if self.aim is None else self.aim.own
+
 
 def prune_layers(
     layers: Sequence[Layer],
@@ -67,58 +72,73 @@ def prune_layers(
     Raises:
         HessianError: The Hessian is unusable, or a new weight exceeds the range of its dtype.
     """
-    inputs, aim = calibrated.inputs, calibrated.aim
-    weights = [layer.weight.contiguous() for layer in layers]  # a Conv1D's view is strided
-    # Before anything changes: losses are against these weights, and zeros may not come back.
-    zeros = [weight == 0 for weight in weights]
-    already = [
-        # A pattern that removes nothing holds for every weight, and means nothing here.
-        recipe.pattern.sparsity > 0 and recipe.pattern.holds(mask)
-        for recipe, mask in zip(recipes, zeros, strict=True)
-    ]
-    # Rows are independent in the loss, so that each process needs targets and energies of its own
-    # rows alone.
-    shares = [weight[processes.share(len(weight))] for weight in weights]
-    with measured(weights[0].device) as used:
-        tasks = []
-        for layer, weight, share, recipe, holds in zip(
-            layers, weights, shares, recipes, already, strict=True
-        ):
-            if holds:
-                log.info("%s already has the pattern %s", layer.name, recipe.pattern)
-            target = None if aim is None else aim.target(share, inputs, recipe)
-            tasks.append(LayerTask(weight, recipe, target, partial(progress, layer)))
+    inputs = calibrated.inputs
+    unpruned = [_Unpruned(*pair, processes) for pair in zip(layers, recipes, strict=True)]
+    with measured(inputs.hessian.device) as used:
+        tasks = [each.task(calibrated, progress) for each in unpruned]
         solutions = prune_together(tasks, inputs, processes=processes)
-    results = []
-    for layer, task, share, mask, holds, solution in zip(
-        layers, tasks, shares, zeros, already, solutions, strict=True
-    ):
+    pairs = list(zip(unpruned, solutions, strict=True))
+    parts = _parts(used, [each.weight for each in unpruned])
+    results = [
+        each.result(solution, calibrated, part)
+        for (each, solution), part in zip(pairs, parts, strict=True)
+    ]
+    # Written last, when nothing can fail any more: after an error all layers are as they were.
+    for each, solution in pairs:
+        each.layer.write_(solution.weight)
+    return results
+
+
+class _Unpruned:
+    """A layer to prune, with its weight before anything changes.
+
+    Losses are against this weight, and its zeros may not come back.
+    """
+
+    def __init__(self, layer: Layer, recipe: Recipe, processes: Processes) -> None:
+        self.layer, self.recipe, self.processes = layer, recipe, processes
+        self.weight = layer.weight.contiguous()  # a Conv1D's view is strided
+        self.zeros = self.weight == 0
+        # Rows are independent in the loss, so that each process needs targets and energies of its
+        # own rows alone.
+        self.share = self.weight[processes.share(len(self.weight))]
+        # A pattern that removes nothing holds for every weight, and means nothing here.
+        self.is_pruned = recipe.pattern.sparsity > 0 and recipe.pattern.holds(self.zeros)
+
+    def task(self, calibrated: Calibrated, progress: Callable[[Layer, str], None]) -> LayerTask:
+        """Return the problem to solve."""
+        if self.is_pruned:
+            log.info("%s already has the pattern %s", self.layer.name, self.recipe.pattern)
+        aim, inputs = calibrated.aim, calibrated.inputs
+        target = None if aim is None else aim.target(self.share, inputs, self.recipe)
+        return LayerTask(self.weight, self.recipe, target, partial(progress, self.layer))
+
+    def result(
+        self, solution: Solution, calibrated: Calibrated, used: Mapping[str, Any]
+    ) -> LayerResult:
+        """Measure the solution; `used` is the time and the memory that it took."""
         # The loss is relative to the energy of the layer's outputs, ½·tr(W H Wᵀ), of all rows.
-        energies = processes.numbers(output_energy(share, inputs.hessian))
-        zeros_before = _fraction(mask)
+        energies = self.processes.numbers(output_energy(self.share, calibrated.inputs.hessian))
+        zeros_before = _fraction(self.zeros)
         # A kept weight that its compensation, or a grid, puts at 0 is not counted: `sparsity` has
         # only removed ones, and both numbers have to be of one kind.
-        zeros_now = (solution.weight == 0) & (solution.pruned | mask)
+        zeros_now = (solution.weight == 0) & (solution.pruned | self.zeros)
         row = LayerReport.of(
             solution,
-            task.recipe,
-            name=layer.name,
-            shape=mask.shape,
+            self.recipe,
+            name=self.layer.name,
+            shape=self.weight.shape,
             energy=math.fsum(number for (number,) in energies),
             tokens=calibrated.tokens,
             sparsity=_fraction(solution.pruned),
             zeros_before=zeros_before or None,
             zeros=_fraction(zeros_now) if zeros_before else None,
-            already_pruned=holds,
+            already_pruned=self.is_pruned,
             shared_hessian=calibrated.shared,
-            own_target=None if aim is None else aim.own,
-            **_part(used, task.weight, weights),
+            own_target=calibrated.own_target,
+            **used,
         )
-        results.append(_result(row, task.recipe, solution.grid_parameters))
-    # Written last, when nothing can fail any more: after an error all layers are as they were.
-    for layer, solution in zip(layers, solutions, strict=True):
-        layer.write_(solution.weight)
-    return results
+        return _result(row, self.recipe, solution.grid_parameters)
 
 
 def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None) -> LayerResult:
@@ -130,12 +150,12 @@ def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None)
     return LayerResult(row, parameters if is_named else None)
 
 
-def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the measures `used` of several weights, with the seconds of one of them alone."""
+def _parts(used: Mapping[str, Any], weights: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Return the measures `used` of several weights as those of each, with its part of the time."""
     # Weights that are solved together have no times of their own. The cost for one input is about
     # proportional to rows, and so to weights.
-    part = weight.numel() / max(1, sum(each.numel() for each in weights))
-    return {**used, "seconds": used["seconds"] * part}
+    total = max(1, sum(weight.numel() for weight in weights))
+    return [{**used, "seconds": used["seconds"] * (x.numel() / total)} for x in weights]
 
 
 def put_layers_on_grid(
@@ -157,12 +177,11 @@ def put_layers_on_grid(
     with measured(weights[0].device) as used:
         quantised = put_on_grid(weights, inputs, recipe, progress, processes=processes)
     results = []
-    for layer, earlier, dense, (weight, parameters, lost) in zip(
-        layers, pruned, weights, quantised, strict=True
+    for layer, earlier, (weight, parameters, lost), part in zip(
+        layers, pruned, quantised, _parts(used, weights), strict=True
     ):
         layer.write_(weight)
-        seconds = _part(used, dense, weights)["seconds"]
-        row = earlier.row.on_grid(lost, recipe.grid.bits, seconds)
+        row = earlier.row.on_grid(lost, recipe.grid.bits, part["seconds"])
         results.append(_result(row, recipe, parameters))
     return results
 
@@ -210,7 +229,7 @@ def quantise_head(
         shape=weight.shape,
         energy=math.fsum(energies),
         tokens=calibrated.tokens,
-        own_target=None if calibrated.aim is None else calibrated.aim.own,
+        own_target=calibrated.own_target,
         **used,
     )
     return _result(row, recipe, GridParameters.concatenated(parts))

@@ -119,6 +119,6 @@ class UnitRemover(Remover):
             tokens=calibrated.tokens,
             sparsity=self._structure.count / self._structure.units,
             zeros_before=int((dense == 0).sum()) / dense.numel() or None,
-            own_target=None if calibrated.aim is None else calibrated.aim.own,
+            own_target=calibrated.own_target,
             **used,
         )
