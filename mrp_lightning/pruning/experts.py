@@ -21,7 +21,6 @@ from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.solver.columns import measured_set
 from mrp_lightning.solver.problem import TARGET_WEIGHT, Quality
 
 _MOST_BYTES = 2**30
@@ -32,6 +31,12 @@ _AT_ONCE = 2**24
 
 _TOLERANCE = 1e-3
 """The largest relative difference of a router's weights in the model and on stored tokens."""
+
+_LEAST_GAIN = 1e-6
+"""Exchanges of experts that lower the loss by a smaller fraction are rounding."""
+
+Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
+"""A function that returns the losses of sets of units."""
 
 
 class ExpertRemover(Remover):
@@ -279,3 +284,46 @@ def _lowest(routing: Routing, tokens: _Tokens, mask: str) -> list[int]:
         squares = [cut.tensor.detach().float().square().flatten(1).sum(1) for cut in cuts]
         scores = torch.stack(squares).sum(0)
     return [int(e) for e in scores.sort(stable=True).indices]
+
+
+def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
+    """Choose units to remove by measured losses, greedily, then by exchanges.
+
+    First, units are removed one after another, each with the lowest loss, which measures at most
+    units·count sets. Then the pair of a removed and a kept unit whose exchange lowers the loss most
+    is exchanged, until no exchange lowers it; each round measures count·(units − count) sets.
+
+    Args:
+        measure: Returns the losses of sets of units; the units of a set are sorted.
+        units: Number of units.
+        count: Number of units to remove, from 1 to all but one.
+
+    Returns:
+        The sorted removed units, their loss, and the number of exchanges.
+    """
+    # 1. Greedily from the empty set: units·count measurements, where all sets would be a binomial
+    #    number of them.
+    removed: list[int] = []
+    loss = 0.0
+    for _ in range(count):
+        remaining = [unit for unit in range(units) if unit not in removed]
+        removed, loss = _best(measure, [[*removed, unit] for unit in remaining])
+    # 2. Exchanges, as in `ColumnSet.swap`: the loss falls each time, so the loop ends.
+    swaps = 0
+    while True:
+        remaining = [unit for unit in range(units) if unit not in removed]
+        exchanges = [
+            [*(x for x in removed if x != back), out] for back in removed for out in remaining
+        ]
+        best, lower = _best(measure, exchanges)
+        if not loss - lower > _LEAST_GAIN * loss:
+            return removed, loss, swaps
+        removed, loss, swaps = best, lower, swaps + 1
+
+
+def _best(measure: Measure, sets: list[list[int]]) -> tuple[list[int], float]:
+    """Return the set with the lowest loss, the first of equal ones, and its loss."""
+    ordered = [tuple(sorted(each)) for each in sets]
+    losses = measure(ordered)
+    best = min(range(len(ordered)), key=lambda i: losses[i])
+    return list(ordered[best]), float(losses[best])

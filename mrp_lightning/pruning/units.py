@@ -13,7 +13,7 @@ from mrp_lightning.pruning.block import Remover, WalkedBlock, calibrated_inputs
 from mrp_lightning.pruning.prune_layers import Calibrated, measured
 from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.solver.columns import ColumnSolution, remove_columns
+from mrp_lightning.solver.columns import ColumnRecipe, ColumnSolution, remove_columns
 from mrp_lightning.solver.problem import output_energy
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
@@ -77,15 +77,14 @@ class UnitRemover(Remover):
         matrix with their rows stacked.
         """
         weight, aim = torch.cat(list(weights)), calibrated.aim
-        solution = remove_columns(
-            weight,
-            calibrated.inputs,
-            self._structure.count,
+        recipe = ColumnRecipe(
+            count=self._structure.count,
             group=group,
             method=self._recipe.method.name,
             damping=self._recipe.damping,
-            target=None if aim is None else aim.target(weight, calibrated.inputs, self._recipe),
         )
+        target = None if aim is None else aim.target(weight, calibrated.inputs, self._recipe)
+        solution = remove_columns(weight, calibrated.inputs, recipe, target)
         # All processes have the same sums, but different machines may round the solution
         # differently.
         like_first_ = block.job.processes.like_first_

@@ -1,6 +1,5 @@
 """Remove whole columns of a weight, the same for all rows, and compensate for them exactly."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from mrp_ground.arguments import checked, is_count, is_number
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
+from mrp_lightning.solver.column_set import ColumnSet, greedy_set
 from mrp_lightning.solver.hessian import DampedHessian, InputHessian
 from mrp_lightning.solver.problem import (
     Quality,
@@ -16,292 +16,7 @@ from mrp_lightning.solver.problem import (
     require_dense,
     require_in_range,
 )
-from mrp_lightning.solver.recipe import parse_method
-
-_PANEL = 64
-"""Number of columns whose removal updates all other columns at once."""
-_PAIRS = 2**22
-"""Number of elements of the table of pairs that is computed at a time."""
-_LEAST_GAIN = 1e-9
-"""Exchanges that lower the loss by a smaller fraction are rounding."""
-
-
-def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> list[int]:
-    """Remove groups of columns greedily, each with the least loss after compensation.
-
-    For a weight W with Hessian H, A = H⁻¹ and C = WᵀW. When the columns P are removed, A becomes
-    A_KK − A_KP A_PP⁻¹ A_PK = (H_KK)⁻¹ on the kept columns K, and C becomes WᵀW of their optimum.
-    Removing the group J next costs ½·tr(A_JJ⁻¹ C_JJ), with the present A and C.
-
-    Args:
-        inverse: A, (columns, columns).
-        covariance: C, (columns, columns).
-        count: Number of groups to remove.
-        width: Columns of a group.
-
-    Returns:
-        The removed groups, in the order of their removal.
-    """
-    inverse, covariance = inverse.clone(), covariance.clone()
-    inverse_blocks = _diagonal_blocks(inverse, width)
-    covariance_blocks = _diagonal_blocks(covariance, width)
-    lost = torch.zeros(len(inverse_blocks), dtype=inverse.dtype, device=inverse.device)
-    order: list[int] = []
-    # The loop rests on four facts:
-    # 1. The cost of a group, ½·tr(A_JJ⁻¹ C_JJ), needs the diagonal blocks of A and C alone. So only
-    #    these are kept up to date: O(columns·width²) a step, where all of A would be O(columns²).
-    # 2. Removing J downdates A by aᵀl with a = A_J: and l = A_JJ⁻¹a, and C by hᵀl + lᵀh with
-    #    h = C_J: − C_JJ·l/2. The stored matrices lag behind by the `pending` triples (a, l, h), of
-    #    (width, columns) each: at every step A = inverse − Σ aᵀl, C = covariance − Σ (hᵀl + lᵀh).
-    # 3. The next downdate needs the present rows J of both, which the sums of 2 give.
-    # 4. `_PANEL` columns of downdates are applied together, since a product of matrices is bound by
-    #    compute and an update of low rank by memory.
-    pending: list[tuple[Tensor, Tensor, Tensor]] = []
-    for _ in range(count):
-        j = int((costs(inverse_blocks, covariance_blocks) + lost).argmin())
-        order.append(j)
-        lost[j] = torch.inf
-        columns = slice(j * width, (j + 1) * width)
-        a, c = inverse[columns].clone(), covariance[columns].clone()
-        if pending:
-            pending_a, pending_l, pending_h = (torch.cat(x) for x in zip(*pending, strict=True))
-            a -= pending_a[:, columns].T @ pending_l
-            c -= pending_h[:, columns].T @ pending_l + pending_l[:, columns].T @ pending_h
-        step = torch.linalg.solve(a[:, columns], a)
-        half = c - c[:, columns] @ step / 2
-        pending.append((a, step, half))
-        steps, halves = blocks_of(step, width), blocks_of(half, width)
-        inverse_blocks = inverse_blocks - blocks_of(a, width).mT @ steps
-        change = halves.mT @ steps
-        covariance_blocks = covariance_blocks - change - change.mT
-        # A removed group must not be chosen again, nor its zero block be inverted.
-        inverse_blocks[j] = torch.eye(width, dtype=inverse.dtype, device=inverse.device)
-        covariance_blocks[j] = 0
-        if len(pending) * width >= _PANEL:
-            a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
-            inverse.addmm_(a.T, step, alpha=-1)
-            covariance.addmm_(half.T, step, alpha=-1).addmm_(step.T, half, alpha=-1)
-            pending.clear()
-    return order
-
-
-class ColumnSet:
-    """A set P of removed groups, its exact loss, and what exchanging two groups would change.
-
-    It holds two matrices (columns, columns). In S are (H_KK)⁻¹, T = (H_KK)⁻¹H_KP and the Schur
-    complement B = H_PP − H_PK T, which is the inverse of A_PP. With Y_K, the weights at their
-    optimum, and Y_P, the gradients of the removed ones, Q = YᵀY. Putting a group back or removing
-    one is a sweep of S (Beaton, 1964) and a change of rank 2·`width` in Q.
-
-    Args:
-        inverse: A, (columns, columns).
-        covariance: C, (columns, columns).
-        removed: bool (groups,), True = removed. `swap` updates this tensor in place.
-        width: Columns of a group.
-
-    Attributes:
-        loss: ½·tr(W_P B W_Pᵀ), the damped loss of the optimum.
-    """
-
-    def __init__(self, inverse: Tensor, covariance: Tensor, removed: Tensor, width: int) -> None:
-        self.removed, self._width = removed, width
-        is_removed = removed.repeat_interleave(width)
-        p, k = is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
-        schur = torch.linalg.inv(inverse[p][:, p])
-        schur = (schur + schur.T) / 2
-        reach = -inverse[k][:, p] @ schur
-        swept = torch.empty_like(inverse)
-        swept[p[:, None], p] = schur
-        swept[k[:, None], p], swept[p[:, None], k] = reach, reach.T
-        swept[k[:, None], k] = inverse[k][:, k] + reach @ inverse[p][:, k]
-        # Y = W M: Y_K = W_K + W_P Tᵀ (the compensation) and Y_P = W_P B, so that Q = Mᵀ C M.
-        maps = torch.zeros_like(inverse)
-        maps[k, k] = 1
-        maps[p[:, None], k], maps[p[:, None], p] = reach.T, schur
-        self._swept, self._energy = swept, maps.T @ covariance @ maps
-        self.loss = float((covariance[p][:, p] * schur).sum()) / 2
-
-    @property
-    def _columns(self) -> tuple[Tensor, Tensor]:
-        """The removed and the kept columns."""
-        is_removed = self.removed.repeat_interleave(self._width)
-        return is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
-
-    def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
-        """Return the optimal weight (rows, columns) without the removed columns P.
-
-        `live` is the weight with zeros in the columns of dead inputs.
-        """
-        p, k = self._columns
-        optimum = torch.zeros_like(weight)
-        optimum[:, k] = torch.addmm(weight[:, k], live[:, p], self._swept[p][:, k])
-        return optimum
-
-    def gap(self, weight: Tensor, solution: Tensor, matrix: Tensor) -> float:
-        """Return the distance of a solution's loss from the optimal loss, relative to the latter.
-
-        The distance is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the
-        damped H. If the optimal loss is zero, the result is zero.
-        """
-        k = self._columns[1]
-        residual = (weight - solution) @ matrix[:, k]
-        distance = float(((residual @ self._swept[k][:, k]) * residual).sum()) / 2
-        return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
-
-    def swap(self) -> int:
-        """Exchange the best pair of groups while that lowers the loss; return the swaps' number."""
-        done = 0
-        # 1. The best of all pairs is taken, not the first that helps: one exchange costs two sweeps
-        #    of the stored matrices, as much as looking at all pairs.
-        # 2. Each exchange lowers the loss, so no set repeats and the loop ends. The limit guards
-        #    against gains that are rounding.
-        # 3. In the end no exchange of two groups lowers the loss: a local optimum, not the global.
-        while done < len(self.removed):
-            gain, returned, newly_removed = self._best_exchange()
-            if not gain > _LEAST_GAIN * self.loss:
-                break
-            self._move(returned)
-            self._move(newly_removed)
-            self.loss -= gain
-            done += 1
-        return done
-
-    def _best_exchange(self) -> tuple[float, int, int]:
-        """Return the largest gain of an exchange, the group put back, and the one removed."""
-        width = self._width
-        removed_groups, kept_groups = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
-        swept_blocks = _diagonal_blocks(self._swept, width)
-        energy_blocks = _diagonal_blocks(self._energy, width)
-        # The gain of an exchange is exact, since both of its halves are: putting p back from the
-        # stored matrices, and removing q from those in which p is back, of which only the blocks
-        # (q, q) are needed. For blocks of one element, a batched matmul is slower than the
-        # elementwise product.
-        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
-        best = (-torch.inf, -1, -1)
-        for groups in removed_groups.split(max(1, _PAIRS // (len(kept_groups) * width**2))):
-            schur = swept_blocks[groups][:, None]  # (p, 1, width, width)
-            t = _tiles(self._swept, groups, kept_groups, width).mT  # T_qp, (p, q, width, width)
-            # With p back, A_qq gains T B⁻¹ Tᵀ, and Y_q loses Y_p B⁻¹ Tᵀ.
-            step = multiply(t, torch.linalg.inv(schur))
-            a = swept_blocks[kept_groups] + multiply(step, t.mT)
-            through = multiply(step, _tiles(self._energy, groups, kept_groups, width))
-            c = energy_blocks[kept_groups] - through - through.mT
-            c += multiply(multiply(step, energy_blocks[groups][:, None]), step.mT)
-            # Gain of putting p back, less the loss of then removing q.
-            change = costs(schur, energy_blocks[groups][:, None]) - costs(a, c)
-            value, index = change.flatten().max(0)
-            if float(value) > best[0]:
-                i, j = divmod(int(index), len(kept_groups))
-                best = float(value), int(groups[i]), int(kept_groups[j])
-        return best
-
-    def _move(self, j: int) -> None:
-        """Put a removed group back, or remove a kept one."""
-        swept, energy, width = self._swept, self._energy, self._width
-        columns = slice(j * width, (j + 1) * width)
-        is_removed = self.removed.repeat_interleave(width)
-        # The kept columns if the group is removed, else the removed ones.
-        opposite = is_removed != is_removed[columns.start]
-        side = swept[:, columns].clone()
-        pivot = torch.linalg.inv(side[columns])
-        pivot = (pivot + pivot.T) / 2
-        step = side @ pivot
-        across = torch.where(opposite[:, None], step, 0)
-        swept.addmm_(step, side.T, alpha=-1)
-        # The sweep subtracts S_:J S_JJ⁻¹ S_J:, but adds it between two columns of the other side.
-        swept.addmm_(across, side.T * opposite, alpha=2)
-        leaves = not bool(self.removed[j])
-        turned = torch.where(opposite[:, None] == leaves, step, -step)
-        swept[:, columns], swept[columns] = turned, turned.T
-        swept[columns, columns] = pivot
-        # Y becomes Y − Y_J lᵀ for the other columns, and Y_J times the pivot for the group itself:
-        # a symmetric change of rank 2·width in Q = YᵀY.
-        change = torch.where(opposite[:, None], -step, step) if leaves else step.clone()
-        change[columns] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
-        column = energy[:, columns].clone()
-        half = column - change @ column[columns] / 2
-        energy.addmm_(half, change.T, alpha=-1).addmm_(change, half.T, alpha=-1)
-        self.removed[j] = leaves
-
-
-def costs(inverse: Tensor, energy: Tensor) -> Tensor:
-    """Return ½·tr(A⁻¹C) of blocks (..., width, width): (...).
-
-    With A and C as in `_greedy_set`, this is the loss of removing a group; with B and Y_pᵀY_p of
-    `ColumnSet`, the gain of putting one back.
-    """
-    if inverse.shape[-1] == 1:
-        return (energy / inverse)[..., 0, 0] / 2
-    return torch.linalg.solve(inverse, energy).diagonal(dim1=-2, dim2=-1).sum(-1) / 2
-
-
-def blocks_of(rows: Tensor, width: int) -> Tensor:
-    """Return a matrix (width, columns) as (groups, width, width)."""
-    return rows.unflatten(1, (-1, width)).transpose(0, 1)
-
-
-def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
-    """Return the blocks (groups, width, width) on the diagonal of a matrix (columns, columns)."""
-    groups = len(matrix) // width
-    tiles = matrix.view(groups, width, groups, width)
-    return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-
-
-def _tiles(matrix: Tensor, rows: Tensor, columns: Tensor, width: int) -> Tensor:
-    """Return blocks of a matrix by groups of rows and columns, (rows, columns, width, width)."""
-    groups = len(matrix) // width
-    return matrix.view(groups, width, groups, width)[rows][:, :, columns].transpose(1, 2)
-
-
-Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
-"""A function that returns the losses of sets of units."""
-
-_LEAST_MEASURED_GAIN = 1e-6
-"""Exchanges that lower the loss by a smaller fraction are rounding."""
-
-
-def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
-    """Choose units to remove by measured losses, greedily, then by exchanges.
-
-    First, units are removed one after another, each with the lowest loss, which measures at most
-    units·count sets. Then the pair of a removed and a kept unit whose exchange lowers the loss most
-    is exchanged, until no exchange lowers it; each round measures count·(units − count) sets.
-
-    Args:
-        measure: Returns the losses of sets of units; the units of a set are sorted.
-        units: Number of units.
-        count: Number of units to remove, from 1 to all but one.
-
-    Returns:
-        The sorted removed units, their loss, and the number of exchanges.
-    """
-    # 1. Greedily from the empty set: units·count measurements, where all sets would be a binomial
-    #    number of them.
-    removed: list[int] = []
-    loss = 0.0
-    for _ in range(count):
-        remaining = [unit for unit in range(units) if unit not in removed]
-        removed, loss = _best(measure, [[*removed, unit] for unit in remaining])
-    # 2. Exchanges, as in `ColumnSet.swap`: the loss falls each time, so the loop ends.
-    swaps = 0
-    while True:
-        remaining = [unit for unit in range(units) if unit not in removed]
-        exchanges = [
-            [*(x for x in removed if x != back), out] for back in removed for out in remaining
-        ]
-        best, lower = _best(measure, exchanges)
-        if not loss - lower > _LEAST_MEASURED_GAIN * loss:
-            return removed, loss, swaps
-        removed, loss, swaps = best, lower, swaps + 1
-
-
-def _best(measure: Measure, sets: list[list[int]]) -> tuple[list[int], float]:
-    """Return the set with the lowest loss, the first of equal ones, and its loss."""
-    ordered = [tuple(sorted(each)) for each in sets]
-    losses = measure(ordered)
-    best = min(range(len(ordered)), key=lambda i: losses[i])
-    return list(ordered[best]), float(losses[best])
-
+from mrp_lightning.solver.recipe import Method, parse_method
 
 METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 """The methods that remove whole columns."""
@@ -332,6 +47,46 @@ class ColumnSolution(Quality):
     swaps: int
     greedy_loss: float | None = None
     optimal_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRecipe:
+    """The arguments of `prune_columns`, which describes them.
+
+    Raises:
+        MethodError: The method removes no columns.
+        OptionError: `damping` is out of range.
+    """
+
+    count: int
+    group: int = 1
+    method: str = "SM"
+    damping: float = 0.01
+    swaps: bool = True
+
+    def __post_init__(self) -> None:
+        check_column_method(self.method)
+        if not is_number(self.damping) or self.damping < 0:
+            raise OptionError(f"`damping` must be a finite number ≥ 0; got {self.damping!r}.")
+
+    @property
+    def parsed_method(self) -> Method:
+        """The mask and the compensation."""
+        return parse_method(self.method)
+
+    def check_groups(self, inputs: InputHessian) -> None:
+        """Raise an OptionError unless `count` of the groups of columns can be removed."""
+        columns, count, group = inputs.columns, self.count, self.group
+        if not is_count(group) or columns % group:
+            raise OptionError(
+                f"`group` must be a number of columns that divides the {columns} of "
+                f"{inputs.label}; got {group!r}."
+            )
+        if not is_count(count) or count >= columns // group:
+            raise OptionError(
+                f"`count` must be a number of groups from 1 to {columns // group - 1}, all but one "
+                f"of {inputs.label}; got {count!r}."
+            )
 
 
 @checked(errors=ERROR_OF_ARGUMENT)
@@ -377,15 +132,10 @@ def prune_columns(
         TargetError: The weight is not a finite floating-point matrix, or a tensor is on the meta
             device or not dense.
     """
-    check_column_method(method)
-    if not is_number(damping) or damping < 0:
-        raise OptionError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
+    recipe = ColumnRecipe(count=count, group=group, method=method, damping=damping, swaps=swaps)
     require_dense(weight=weight, hessian=hessian)
     with torch.inference_mode(False), torch.no_grad():
-        inputs = InputHessian(hessian.detach().to(weight.device))
-        return remove_columns(
-            weight, inputs, count, group=group, method=method, damping=damping, swaps=swaps
-        )
+        return remove_columns(weight, InputHessian(hessian.detach().to(weight.device)), recipe)
 
 
 def check_column_method(method: str) -> None:
@@ -402,15 +152,7 @@ def check_column_method(method: str) -> None:
 
 
 def remove_columns(
-    weight: Tensor,
-    inputs: InputHessian,
-    count: int,
-    *,
-    group: int = 1,
-    method: str = "SM",
-    damping: float = 0.01,
-    swaps: bool = True,
-    target: Tensor | None = None,
+    weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe, target: Tensor | None = None
 ) -> ColumnSolution:
     """Remove whole columns as `prune_columns` does, with a Hessian that is checked already.
 
@@ -418,23 +160,21 @@ def remove_columns(
     instead of the dense weight.
     """
     check_weight(weight, inputs)
-    _check_groups(inputs, count, group)
+    recipe.check_groups(inputs)
     # In float64: the set is a sequence of choices between nearly equal losses, each of which
     # depends on all updates before it.
     aim = (weight if target is None else target).double()
-    choice = choose_columns(
-        aim, inputs, count, group=group, method=method, damping=damping, swaps=swaps
-    )
+    choice = _choose_columns(aim, inputs, recipe)
     # The gap measures the solver, so it is taken after rounding to the dtype of the computation,
     # not to a narrower dtype of the weight.
     wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
-    optimum, gap = compensate_columns(choice, aim, inputs, group=group, dtype=wide)
+    optimum, gap = choice.compensated(aim, inputs, wide)
     result = optimum.to(weight.dtype)
     require_in_range(result, inputs.label)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)
     missed = output_energy(result.to(exact) - aim.to(exact), inputs.hessian)
-    ratio = damping if choice.damped is None else choice.damped.ratio
+    ratio = recipe.damping if choice.damped is None else choice.damped.ratio
     return ColumnSolution(
         weight=result,
         removed=choice.removed,
@@ -451,7 +191,7 @@ def remove_columns(
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnChoice:
+class _ColumnChoice:
     """The groups of columns that a method removes from a weight.
 
     Attributes:
@@ -468,63 +208,47 @@ class ColumnChoice:
     swaps: int = 0
     greedy_loss: float | None = None
 
+    def compensated(
+        self, weight: Tensor, inputs: InputHessian, dtype: torch.dtype
+    ) -> tuple[Tensor, float | None]:
+        """Return the optimal weight without the columns, float64, and its certified gap.
 
-def choose_columns(
-    weight: Tensor,
-    inputs: InputHessian,
-    count: int,
-    *,
-    group: int,
-    method: str,
-    damping: float,
-    swaps: bool,
-) -> ColumnChoice:
-    """Choose the groups of columns to remove from a weight (rows, columns), float64.
+        The weight (rows, columns), float64, is the one whose outputs are approximated. The gap is
+        measured after a rounding to `dtype`. If the method does not compensate, the columns are set
+        to zero, and the gap is `None`.
+        """
+        if self.column_set is None or self.damped is None:
+            group = weight.shape[1] // len(self.removed)
+            return weight.masked_fill(self.removed.repeat_interleave(group), 0), None
+        live = weight.masked_fill(inputs.dead, 0)
+        optimum = self.column_set.optimum(weight, live)
+        rounded = optimum.to(dtype).double().masked_fill(inputs.dead, 0)
+        return optimum, self.column_set.gap(live, rounded, self.damped.matrix)
 
-    The other arguments are those of `prune_columns`.
-    """
-    parsed_method = parse_method(method)
-    is_greedy = parsed_method.mask.needs_inverse
+
+def _choose_columns(weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe) -> _ColumnChoice:
+    """Choose the groups of columns to remove from a weight (rows, columns), float64."""
+    method, count, group = recipe.parsed_method, recipe.count, recipe.group
+    is_greedy = method.mask.needs_inverse
     removed = torch.zeros(inputs.columns // group, dtype=torch.bool, device=weight.device)
     # 1. Magnitude and wanda rank the groups by the weights as they are, whatever follows.
     if not is_greedy:
-        removed[_lowest(weight, inputs, parsed_method.mask.name, count, group)] = True
-    if not parsed_method.needs_inverse:
-        return ColumnChoice(removed)
+        removed[_lowest(weight, inputs, method.mask.name, count, group)] = True
+    if not method.needs_inverse:
+        return _ColumnChoice(removed)
     # 2. Columns of dead inputs add nothing to an output. As zeros in C = WᵀW they cost nothing, so
     # they are removed first, and no exchange for them gains anything.
     live = weight.masked_fill(inputs.dead, 0)
-    damped, covariance = inputs.damped(damping).double, live.T @ live
+    damped, covariance = inputs.damped(recipe.damping).double, live.T @ live
     if not is_greedy:
-        return ColumnChoice(removed, damped, ColumnSet(damped.inverse, covariance, removed, group))
+        return _ColumnChoice(removed, damped, ColumnSet(damped.inverse, covariance, removed, group))
     # 3. The greedy set is a start only: the first groups were chosen when all later ones were still
     # there to compensate for them. Exchanges take such choices back.
-    removed[_greedy_set(damped.inverse, covariance, count, group)] = True
+    removed[greedy_set(damped.inverse, covariance, count, group)] = True
     column_set = ColumnSet(damped.inverse, covariance, removed, group)
     greedy_loss = column_set.loss
-    exchanges = column_set.swap() if swaps else 0
-    return ColumnChoice(removed, damped, column_set, exchanges, greedy_loss)
-
-
-def compensate_columns(
-    choice: ColumnChoice, weight: Tensor, inputs: InputHessian, *, group: int, dtype: torch.dtype
-) -> tuple[Tensor, float | None]:
-    """Return the optimal weight without the chosen columns, float64, and its certified gap.
-
-    Args:
-        choice: The columns. If its method does not compensate, they are set to zero, and the gap is
-            `None`.
-        weight: The weight whose outputs are approximated, (rows, columns), float64.
-        inputs: The Hessian.
-        group: Columns of a group.
-        dtype: The dtype to which the weight is rounded before the gap is measured.
-    """
-    if choice.column_set is None or choice.damped is None:
-        return weight.masked_fill(choice.removed.repeat_interleave(group), 0), None
-    live = weight.masked_fill(inputs.dead, 0)
-    optimum = choice.column_set.optimum(weight, live)
-    rounded = optimum.to(dtype).double().masked_fill(inputs.dead, 0)
-    return optimum, choice.column_set.gap(live, rounded, choice.damped.matrix)
+    exchanges = column_set.swap() if recipe.swaps else 0
+    return _ColumnChoice(removed, damped, column_set, exchanges, greedy_loss)
 
 
 def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:
@@ -535,18 +259,3 @@ def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: 
     scores = energies.masked_fill(inputs.dead, 0).view(-1, group).sum(1)
     scores[inputs.dead.view(-1, group).all(1)] = -1
     return scores.sort(stable=True).indices[:count]
-
-
-def _check_groups(inputs: InputHessian, count: int, group: int) -> None:
-    """Raise an OptionError unless `count` of the groups of columns can be removed."""
-    columns = inputs.columns
-    if not is_count(group) or columns % group:
-        raise OptionError(
-            f"`group` must be a number of columns that divides the {columns} of {inputs.label}; "
-            f"got {group!r}."
-        )
-    if not is_count(count) or count >= columns // group:
-        raise OptionError(
-            f"`count` must be a number of groups from 1 to {columns // group - 1}, all but one of "
-            f"{inputs.label}; got {count!r}."
-        )
