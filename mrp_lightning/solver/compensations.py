@@ -9,6 +9,7 @@ import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -37,6 +38,19 @@ from mrp_lightning.solver.problem import Problem
 
 _PANEL = 128
 """Columns of a panel, whose removals a column sweep applies to all later columns at once."""
+_GAP_BETWEEN_BLOCKS = 1e-2
+"""The distance to the optimum, relative to a row's loss, that suffices to choose the next weights.
+SM then loses at most 1.005 times as much as with exact optima between the blocks."""
+_LIMIT_BETWEEN_BLOCKS = 20
+"""The most iterations between two blocks."""
+_RENEWAL, _BRIEF = 4, 2
+"""Number of column blocks from one thorough approach to the next, and the most iterations of those
+in between, if the matrix allows rounded products."""
+_ELEMENTS_ON_CPU = 2**22
+"""The most elements of a float64 tensor in the last solve on a CPU."""
+_ROOTS = 1024
+"""Number of columns for which a triangular system is solved at once: a GPU takes as long for one
+block of columns as for eight."""
 
 
 @dataclass(frozen=True)
@@ -134,23 +148,6 @@ def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
     else:
         for start, stop in split_range(0, columns, width):
             yield from split_range(start, stop, _PANEL)
-
-
-_GAP_BETWEEN_BLOCKS = 1e-2
-"""The distance to the optimum, relative to a row's loss, that suffices to choose the next weights.
-SM then loses at most 1.005 times as much as with exact optima between the blocks."""
-_LIMIT_BETWEEN_BLOCKS = 20
-"""The most iterations between two blocks."""
-_RENEWAL, _BRIEF = 4, 2
-"""Number of column blocks from one thorough approach to the next, and the most iterations of those
-in between, if the matrix allows rounded products."""
-
-
-_ELEMENTS_ON_CPU = 2**22
-"""The most elements of a float64 tensor in the last solve on a CPU."""
-_ROOTS = 1024
-"""Number of columns for which a triangular system is solved at once: a GPU takes as long for one
-block of columns as for eight."""
 
 
 @dataclass(frozen=True)
@@ -277,79 +274,107 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
         # never sees the rounding that the gradient has gathered.
         if stop < columns:
             weights = weight[:, lead], x[:, lead], gradient[:, lead], pruned[:, lead]
-            thorough = number <= renewal or number % renewal == 0
             matrices = schur[lead, lead], inverse[lead, lead]
             delicate = damped.delicate[: bisect_left(places, stop)]
-            iterations += _approach(*weights, *matrices, delicate, thorough=thorough)
+            thorough = number <= renewal or number % renewal == 0
+            iterations += _Leading(*weights, *matrices, delicate).approach(thorough=thorough)
             problem.progress(f"columns {stop}/{columns}")
     return x, pruned, iterations
 
 
-def _approach(
-    weight: Tensor,
-    x: Tensor,
-    gradient: Tensor,
-    pruned: Tensor,
-    matrix: Tensor,
-    inverse: Tensor,
-    delicate: Tensor,
-    *,
-    thorough: bool,
-) -> int:
-    """Bring x near the optimum in place, as near as the choice of the next block's weights needs.
+@dataclass(frozen=True, eq=False)
+class _Leading:
+    """The problem in the columns up to b alone, and the state of its solution."""
 
-    Returns the number of iterations. As each block's solution is only a start for the next one,
-    1. the energies of the preconditioned gradient stop the iteration, without a certificate;
-    2. products are rounded to bfloat16 on devices with units for it;
-    3. with rounded products, an approach that is not `thorough` takes at most two steps, and its
-       gradient is the sum of these; a thorough one renews the gradient as (w − x)G, which costs as
-       much as two rounded products on a CPU, and twelve on a GPU;
-    4. rounded steps may lead away from the optimum if the matrix is ill-conditioned: if the loss is
-       no lower, it starts again in full.
-    """
-    rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
-    products = full_product(matrix), full_product(inverse)
-    if rounds:
-        products = rounded_product(matrix, delicate), rounded_product(inverse, delicate)
+    weight: Tensor  # w, (rows, b)
+    x: Tensor  # (rows, b), changes in place
+    gradient: Tensor  # (w − x)G, (rows, b), changes in place
+    pruned: Tensor  # bool (rows, b), True = removed
+    matrix: Tensor  # G, (b, b)
+    inverse: Tensor  # G⁻¹, (b, b)
+    delicate: Tensor  # the columns whose products are not rounded
 
-    def approach(rows: slice) -> int:
-        # x and the gradient are updated in place; `start` allows to undo that.
-        dense, current, slope = weight[rows], x[rows], gradient[rows]
-        kept = (~pruned[rows]).to(weight.dtype)
-        start = current.clone(), slope.clone()
-        losses = ((dense - current) * slope).sum(1)
-        loss = float(losses.sum())
+    def approach(self, *, thorough: bool) -> int:
+        """Bring x near the optimum, as near as the choice of the next block's weights needs.
 
-        def descend(times_matrix: Product, times_inverse: Product) -> int:
-            precondition = InverseOnKept(times_inverse, kept)
-            descent = ConjugateGradients(current, slope, times_matrix, precondition)
-            # Neither `losses` nor the energies contain the factor ½: their ratio is the gap.
-            limit = _LIMIT_BETWEEN_BLOCKS if thorough or not rounds else _BRIEF
-            descent.descend_rows(_GAP_BETWEEN_BLOCKS * losses, limit)
-            return descent.iterations
+        Returns the number of iterations. As each block's solution is only a start for the next one,
+        1. the energies of the preconditioned gradient stop the iteration, without a certificate;
+        2. products are rounded to bfloat16 on devices with units for it;
+        3. with rounded products, an approach that is not `thorough` takes at most two steps, and
+           its gradient is the sum of these; a thorough one renews the gradient as (w − x)G, which
+           costs as much as two rounded products on a CPU, and twelve on a GPU;
+        4. rounded steps may lead away from the optimum if the matrix is ill-conditioned: if the
+           loss is no lower, it starts again in full.
+        """
+        matrices = self.matrix, self.inverse
+        if self.matrix.dtype == torch.float32 and has_bfloat16_units(self.matrix.device):
+            rounded = [rounded_product(matrix, self.delicate) for matrix in matrices]
+            steps = by_rows(
+                lambda rows: _Approach(self, rows).rounded(*rounded, thorough=thorough),
+                *self.weight.shape,
+            )
+        else:
+            steps = by_rows(lambda rows: _Approach(self, rows).full(), *self.weight.shape)
+        return max(steps, default=0)
 
-        def reset() -> None:
-            current.copy_(start[0])
-            slope.copy_(start[1])
 
-        def renew() -> None:
-            torch.mm(dense - current, matrix, out=slope)
+class _Approach:
+    """The approach of some rows of x to their optimum."""
 
-        try:
-            steps = descend(*products)
-            if rounds and thorough:
-                renew()
+    def __init__(self, leading: _Leading, rows: slice) -> None:
+        self.leading, self.weight = leading, leading.weight[rows]
+        self.x, self.gradient = leading.x[rows], leading.gradient[rows]
+        self.kept = (~leading.pruned[rows]).to(self.weight.dtype)
+        self.start = self.x.clone(), self.gradient.clone()
+        # Neither the losses nor the energies contain the factor ½: their ratio is the gap.
+        self.losses = ((self.weight - self.x) * self.gradient).sum(1)
+
+    def full(self) -> int:
+        """Approach the optimum with full products; return the iterations."""
+        matrix, inverse = self.leading.matrix, self.leading.inverse
+        with self._undone_by_errors():
+            return self._descend(full_product(matrix), full_product(inverse))
+
+    def rounded(self, times_matrix: Product, times_inverse: Product, *, thorough: bool) -> int:
+        """Approach the optimum with rounded products; return the iterations."""
+        limit = _LIMIT_BETWEEN_BLOCKS if thorough else _BRIEF
+        with self._undone_by_errors():
+            steps = self._descend(times_matrix, times_inverse, limit)
+            if thorough:
+                self._renew()
             # `not … <` also starts again from NaN.
-            if rounds and steps and not float(((dense - current) * slope).sum()) < loss:
-                reset()
-                renew()  # the start's own gradient may be a sum of rounded steps
-                steps += descend(full_product(matrix), full_product(inverse))
-        except (MemoryError, RuntimeError):  # `by_rows` tries again with fewer rows
-            reset()
-            raise
-        return steps
+            loss = float(((self.weight - self.x) * self.gradient).sum())
+            if steps and not loss < float(self.losses.sum()):
+                self._reset()
+                self._renew()  # the start's own gradient may be a sum of rounded steps
+                matrices = self.leading.matrix, self.leading.inverse
+                steps += self._descend(*map(full_product, matrices), limit)
+            return steps
 
-    return max(by_rows(approach, *weight.shape), default=0)
+    def _descend(
+        self, times_matrix: Product, times_inverse: Product, limit: int = _LIMIT_BETWEEN_BLOCKS
+    ) -> int:
+        precondition = InverseOnKept(times_inverse, self.kept)
+        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
+        descent.descend_rows(_GAP_BETWEEN_BLOCKS * self.losses, limit)
+        return descent.iterations
+
+    def _renew(self) -> None:
+        """Compute the gradient anew: steps with rounded products only add to it."""
+        torch.mm(self.weight - self.x, self.leading.matrix, out=self.gradient)
+
+    def _reset(self) -> None:
+        self.x.copy_(self.start[0])
+        self.gradient.copy_(self.start[1])
+
+    @contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """Undo the steps if there is not enough memory: `by_rows` tries again with fewer rows."""
+        try:
+            yield
+        except (MemoryError, RuntimeError):
+            self._reset()
+            raise
 
 
 def _solve(
