@@ -23,6 +23,7 @@ from export.conversion.writing import write_converted
 from mrp_lightning.errors import OptionError, ParityError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType
+from mrp_lightning.solver.grid_fit import decompose, fit_groups
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, layers_of
 
@@ -286,7 +287,7 @@ def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         grid = chosen.grid(layer.shape, layer.dtype)
-        codes, scales = grid.decompose(tensor, chosen.known.get(layer.name))
+        codes, scales = decompose(grid, tensor, chosen.known.get(layer.name))
         scales = scales.to(tensor.dtype)
         stored = chosen.layout.store(codes, scales, chosen.integers.bits, grid.group_size)
         start = layer.tensor.removesuffix("weight")
@@ -367,6 +368,6 @@ def _of_matrix(known: GridParameters | None, matrix: Tensor, grid: Grid) -> Grid
 
 def _off(weight: Tensor, grid: Grid, known: GridParameters | None) -> str | None:
     """Return how many groups of a weight are off a grid; None if all are on it."""
-    fits = grid.fit(weight, known)[2]
+    fits = fit_groups(grid, weight, known)[2]
     missing = int((~fits).sum())
     return f"{missing} of {fits.numel()} groups are no multiples of a scale" if missing else None

@@ -19,6 +19,7 @@ from torch import Tensor
 from mrp_lightning.errors import FormatError, OptionError, ParityError
 from mrp_lightning.records.grid_file import NAME as PARAMETERS
 from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters
+from mrp_lightning.solver.grid_fit import fit_groups
 
 AUTO = "auto"
 _FIRST = 4  # rows for a quick check, which most weights off the grid fail
@@ -256,9 +257,9 @@ def _on_grid(matrix: Tensor, grid: Grid, known: GridParameters | None) -> tuple[
     if known is not None and (codes := grid.codes_of(matrix, known)) is not None:
         return codes, known.scales, *([] if known.minima is None else [known.minima])
     # Most matrices that are on no grid fail in their first rows, which saves the fit of the rest.
-    if not grid.fit(matrix[:_FIRST])[2].all():
+    if not fit_groups(grid, matrix[:_FIRST])[2].all():
         return None
-    codes, scales, fits = grid.fit(matrix)
+    codes, scales, fits = fit_groups(grid, matrix)
     return (codes, scales) if bool(fits.all()) else None
 
 

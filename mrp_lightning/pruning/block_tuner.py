@@ -20,6 +20,7 @@ from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.rows import BlockReport
 from mrp_lightning.solver.grid import Grid, GridParameters
+from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.targets.layers import Layer
 
 _TIMED_STEPS = 3  # steps after which the time of the whole tuning is estimated
@@ -399,7 +400,7 @@ class _Scales(_Tuned):
         self._layers = []
         for layer in layers:
             known = self._known.get(layer.name)
-            codes, scales = self._grid.decompose(layer.weight, known)
+            codes, scales = decompose(self._grid, layer.weight, known)
             minima = None if known is None or known.minima is None else known.minima.to(scales)
             self._layers.append((layer, codes, scales, minima))
         self._units = [

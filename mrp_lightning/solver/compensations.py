@@ -347,8 +347,8 @@ class _Approach:
             if steps and not loss < float(self.losses.sum()):
                 self._reset()
                 self._renew()  # the start's own gradient may be a sum of rounded steps
-                matrices = self.leading.matrix, self.leading.inverse
-                steps += self._descend(*map(full_product, matrices), limit)
+                full = full_product(self.leading.matrix), full_product(self.leading.inverse)
+                steps += self._descend(*full, limit)
             return steps
 
     def _descend(

@@ -6,7 +6,6 @@ group. `grid_of_bits` gives the grids of this project's packed formats, `GRIDS` 
 that engines read: the solver is the same for all of them.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,7 +14,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from mrp_ground.errors import FormatError, OptionError
+from mrp_ground.errors import OptionError
 from mrp_lightning.solver.arguments import GROUP_SIZE
 
 _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
@@ -260,7 +259,7 @@ class Grid:
         if not self._can_store(parameters, (rows, self.groups(columns))):
             return None
         codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
-        for some in _row_ranges(rows, columns):
+        for some in row_ranges(rows, columns):
             share = parameters.map(lambda tensor, some=some: tensor[some])  # type: ignore[misc]
             exact = weight[some].detach()
             wanted = exact.to(torch.float32, copy=True)
@@ -297,189 +296,8 @@ class Grid:
             return False
         return torch.equal(self.round_scales(scales), scales)
 
-    def decompose(
-        self, weight: Tensor, known: GridParameters | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a weight that lies on the grid.
 
-        Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that
-        of the smallest codes is taken, for grids with a name that of the largest. A group of zeros
-        has the scale 1, or 0 if no code is zero; next to others that share its unit, the unit.
-
-        Args:
-            weight: (rows, columns), floating point; with `steps`, in whole units (see `divides`).
-            known: The parameters with which the weight was made, if they are known. They are used
-                if they give its values; see `codes_of`.
-
-        Returns:
-            The codes, int8 (rows, columns), and the scales, float32 (rows, groups).
-
-        Raises:
-            FormatError: Some group of a row has no such scale, or the grid has minima and they are
-                not `known`; the message names the first group.
-        """
-        codes, scales, fits = self.fit(weight, known)
-        if not bool(fits.all()):
-            row, group = (~fits).nonzero()[0].tolist()
-            start = group * self.group_size
-            stop = min(start + self.group_size, weight.shape[1])
-            of_type = "" if self.name is None else f" of the type {self.name}"
-            raise FormatError(
-                f"Row {row}, columns {start} to {stop - 1} (group {group}): no scale makes these "
-                f"weights codes{of_type} from {self.codebook[0]} to {self.codebook[-1]}, as "
-                f"{self.bits} bits with groups of {self.group_size} need. The weight was changed "
-                "after it was put on its grid, or is on another one: give its `bits` and "
-                "`group_size`, or its `grid`."
-            )
-        return codes, scales
-
-    def fit(
-        self, weight: Tensor, known: GridParameters | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes and scales as `decompose` does, and the groups that lie on the grid.
-
-        Returns:
-            The codes, int8 (rows, columns), the scales, float32 (rows, groups), and bool
-            (rows, groups), True for the groups whose codes and scales give the weight exactly.
-            Codes and scales of the others mean nothing. Values alone do not determine minima, so
-            that no group of a grid with minima fits without `known` parameters.
-        """
-        rows, columns = weight.shape
-        scales = torch.ones(rows, self.groups(columns), device=weight.device)
-        fits = torch.ones(scales.shape, dtype=torch.bool, device=weight.device)
-        if known is not None and (known_codes := self.codes_of(weight, known)) is not None:
-            return known_codes, known.scales.to(scales), fits
-        codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
-        if self.minimum:
-            return codes, scales, ~fits
-        for some in _row_ranges(rows, columns):
-            chosen, factors, fits[some] = self._fit(weight[some].detach())
-            codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
-            scales[some] = factors.float()
-        return codes, scales, fits
-
-    def _fit(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes (rows, groups, group_size), scales and `fits`, (rows, groups), of rows."""
-        values = self.grouped(weight.to(torch.promote_types(weight.dtype, torch.float32)))
-        peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
-        if self.steps is not None:
-            return self._fit_units(values, peaks, weight.dtype)
-        if not self.signed:
-            peaks = peaks.abs()
-        zero = peaks == 0
-        codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and never fits
-        # Without a code for zero, a group of zeros has the scale zero.
-        scales = torch.ones_like(peaks) if self.holds_zero else (~zero).to(peaks.dtype)
-        # 1. The largest weight gives the candidates: each code leaves few scales for it.
-        # 2. Whether a candidate gives the largest weight is a test of one number per group; only
-        #    the groups that pass are rounded in full.
-        # 3. Solved groups take no other candidate: the order of these decides between several.
-        for code, scale in self._candidates(peaks, weight.dtype):
-            possible = waiting & ((code * scale).to(weight.dtype) == peaks)
-            places = possible.nonzero(as_tuple=True)
-            if not len(places[0]):
-                continue
-            targets, factors = values[places], scale[places][:, None]
-            chosen = self.nearest_(targets / factors)
-            fitting = ((chosen * factors).to(weight.dtype) == targets).all(1)
-            solved = tuple(index[fitting] for index in places)
-            codes[solved], scales[solved] = chosen[fitting], factors[fitting, 0]
-            waiting[solved] = False
-            if not bool(waiting.any()):
-                break
-        return codes, scales, ~waiting
-
-    def _fit_units(
-        self, values: Tensor, peaks: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of `_fit` for scales that share units, found from the largest peaks."""
-        assert self.steps is not None
-        rows = values.unflatten(1, (-1, self.together)).flatten(0, 1)  # (units, groups, group_size)
-        peaks = peaks.view(-1, self.together)
-        largest = peaks.gather(1, peaks.abs().argmax(1, keepdim=True))[:, 0]
-        codes, scales = torch.zeros_like(rows), torch.ones_like(peaks)
-        # A group holds at most as many values as there are codes: this refuses most other weights.
-        in_order = rows.sort(2).values
-        distinct = 1 + (in_order[..., 1:] != in_order[..., :-1]).sum(2)
-        waiting = (distinct <= len(self.codebook)).all(1) & (largest != 0)
-        is_zero = largest == 0
-        whole = range(self.steps[0], self.steps[1] + 1)
-        products = {code * step for code in self.codebook for step in whole} - {0}
-        span = 1 + (1 << max(0, self.scales.significant - _significant_bits(dtype)))
-        # 1. The largest weight is code · step · unit for one of these products, up to the rounding
-        #    to the dtype, which leaves a few neighbours of a unit.
-        # 2. The farthest come first: `choose_units` gives the largest scale the farthest step.
-        # 3. All groups of a unit must fit at once, so that one or two of them refuse most units.
-        for product in sorted(products, key=abs, reverse=True):
-            for shift in sorted(range(-span, span + 1), key=abs):
-                places = waiting.nonzero()[:, 0]
-                if not len(places):
-                    break
-                units = largest[places] / product
-                units = self.scales.shift(self.scales.round(units.abs()), shift).copysign(units)
-                possible = (product * units).to(dtype) == largest[places]
-                places, units = places[possible], units[possible]
-                for first in (slice(0, 1), slice(1, 2)):  # where most units that are tried fail
-                    fitting = self._fit_groups(
-                        rows[places, first], peaks[places, first], units[:, None], dtype
-                    )[2]
-                    places, units = places[fitting], units[fitting]
-                if not len(places):
-                    continue
-                chosen, factors, fitting = self._fit_groups(
-                    rows[places], peaks[places], units[:, None], dtype
-                )
-                solved = places[fitting]
-                codes[solved], scales[solved] = chosen[fitting], factors[fitting]
-                waiting[solved] = False
-        shape = values.shape
-        # Units that were refused at the start do not wait either, and zeros fit with any unit.
-        fits = (~waiting & ((distinct <= len(self.codebook)).all(1) | is_zero))[:, None]
-        return (
-            codes.view(shape),
-            scales.view(shape[:2]),
-            fits.expand_as(scales).reshape(shape[:2]),
-        )
-
-    def _fit_groups(
-        self, values: Tensor, peaks: Tensor, units: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes and scales of groups (n, groups, group_size) with known units (n, 1).
-
-        The third is bool (n,), True where all groups fit.
-        """
-        scales = units.expand_as(peaks).clone()
-        fits = peaks == 0
-        codes = torch.zeros_like(values)
-        for code in sorted(self.codebook, key=abs, reverse=True):
-            if code == 0:
-                continue
-            tried = self.round_scales(peaks / code, units)
-            chosen = self.nearest(values / tried[..., None])
-            fitting = ((chosen * tried[..., None]).to(dtype) == values).all(2) & ~fits
-            codes[fitting], scales[fitting] = chosen[fitting], tried[fitting]
-            fits |= fitting
-        return codes, scales, fits.all(1)
-
-    def _candidates(self, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Yield codes of the largest weights of groups, and scales that may give these weights."""
-        stored = _significant_bits(dtype)
-        # A weight in `dtype` bounds its scale to within half a unit in the last place. That is one
-        # scale if products are exact, and else some neighbours.
-        odd_parts = [code // (code & -code) for code in self.codebook if code]
-        products = self.scales.significant + max(map(abs, odd_parts)).bit_length()
-        span = 0 if products <= stored else 1 + (1 << max(0, self.scales.significant - stored))
-        # Packed formats store the smallest codes; solvers choose scales that reach the largest.
-        codes = sorted(self.codebook, key=abs, reverse=self.name is not None)
-        for code in codes:
-            if code == 0 or (code < 0 and not self.signed):
-                continue
-            centre = self.round_scales(peaks / code)
-            for steps in sorted(range(-span, span + 1), key=abs):
-                yield code, self.scales.shift(centre.abs(), steps).copysign(centre)
-
-
-def _row_ranges(rows: int, columns: int) -> Iterator[slice]:
+def row_ranges(rows: int, columns: int) -> Iterator[slice]:
     """Yield ranges of rows with few enough weights to bound the float64 temporaries."""
     at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, columns))
     for first in range(0, rows, at_a_time):
@@ -494,10 +312,6 @@ def _nearest_codes(codebook: tuple[int, ...], dtype: torch.dtype, device: torch.
     # The addition of ¼ moves to the middle of each range, away from midpoints between codes, which
     # are its ends.
     return codes[torch.bucketize(middles + 0.25, (codes[1:] + codes[:-1]) / 2)]
-
-
-def _significant_bits(dtype: torch.dtype) -> int:
-    return 1 - int(math.log2(torch.finfo(dtype).eps))
 
 
 def grid_of_bits(bits: int, group_size: int = GROUP_SIZE, *, zero_has_a_code: bool = False) -> Grid:

@@ -27,6 +27,7 @@ from mrp_lightning.pruning.prune_layers import Calibrated, quantise_head
 from mrp_lightning.records import grid_file
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.solver.grid import GRIDS
+from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of
@@ -65,7 +66,7 @@ def test_the_head_is_put_on_its_grid_by_its_own_inputs(options, tied, llama, loa
     Trainer(**quiet).predict(model, loader, callbacks=[callback])
     expected = expected_head(model, model.lm_head, dense, loader, "iq4_nl")
     assert torch.equal(model.lm_head.weight, expected.weight)
-    GRIDS["iq4_nl"].decompose(model.lm_head.weight)
+    decompose(GRIDS["iq4_nl"], model.lm_head.weight)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert torch.equal(model.model.embed_tokens.weight, embeddings) != tied
     row = callback.report.layers[-1]

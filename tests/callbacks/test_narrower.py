@@ -29,6 +29,7 @@ from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.grid import grid_of_bits
+from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.solver.recipe import Recipe
@@ -268,7 +269,7 @@ def test_neurons_then_heads_then_zeros_on_a_grid(llama, loader, tmp_path):
     assert loaded.config.num_key_value_heads == 1
     assert loaded.config.head_dim == 8
     for row in callback.report.pruned:
-        grid_of_bits(4, 8).decompose(loaded.get_submodule(row.name).weight)
+        decompose(grid_of_bits(4, 8), loaded.get_submodule(row.name).weight)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.solver.grid import grid_of_bits
+from mrp_lightning.solver.grid_fit import decompose
 
 
 def significant_bits(value):
@@ -59,7 +60,7 @@ def test_a_weight_on_the_grid_is_told_apart_exactly(drawn):
     spread = scales.repeat_interleave(grid.group_size, 1)[:, :columns]
     weight = (codes * spread.double()).to(torch.bfloat16)
     assert torch.equal(weight.double(), codes * spread.double())  # bfloat16 holds all products
-    found, factors = grid.decompose(weight)
+    found, factors = decompose(grid, weight)
     assert (found.dtype, factors.dtype) == (torch.int8, torch.float32)
     assert (found.shape, factors.shape) == (codes.shape, scales.shape)
     assert int(found.abs().max()) <= grid.largest
@@ -83,7 +84,7 @@ def test_random_values_are_on_the_grid_only_where_brute_force_finds_a_scale(bits
     outcomes = set()
     for row in weight:
         try:
-            grid_of_bits(bits, 3).decompose(row[None])
+            decompose(grid_of_bits(bits, 3), row[None])
             found = True
         except FormatError:
             found = False
@@ -96,13 +97,13 @@ def test_the_error_names_row_and_group():
     weight = torch.ones(3, 10)
     weight[2, 9] = 1.001
     with pytest.raises(FormatError, match=r"Row 2, columns 8 to 9 \(group 2\)"):
-        grid_of_bits(4, 4).decompose(weight)
+        decompose(grid_of_bits(4, 4), weight)
     weight[2, 9] = torch.nan
     with pytest.raises(FormatError, match="Row 2"):
-        grid_of_bits(4, 4).decompose(weight)
+        decompose(grid_of_bits(4, 4), weight)
     weight[2, 9] = torch.inf
     with pytest.raises(FormatError, match="Row 2"):
-        grid_of_bits(4, 4).decompose(weight)
+        decompose(grid_of_bits(4, 4), weight)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

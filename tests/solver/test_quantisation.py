@@ -11,6 +11,7 @@ from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import ALONE
 from mrp_lightning.solver.grid import grid_of_bits
+from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.problem import Problem
@@ -147,7 +148,7 @@ def test_values_lie_on_the_grid_in_every_dtype(problem, truth, setting, bits, dt
     assert torch.equal(hessian, before[1])
     assert found.weight.dtype == dtype
     grid = grid_of_bits(bits, 32, zero_has_a_code=not setting)
-    codes, scales = grid.decompose(found.weight)
+    codes, scales = decompose(grid, found.weight)
     assert scales.shape == (11, 4 if "pattern" in setting else 3)
     assert torch.equal(found.weight, found.weight.to(torch.bfloat16).to(dtype))
     assert not found.weight[found.pruned].any()
@@ -203,7 +204,7 @@ def test_rows_and_inputs_of_zeros(problem, truth):
         warnings.simplefilter("error", NumericalWarning)
         for setting in SETTINGS:
             found = prune_weight(weight, truth.hessian_of(inputs), **setting, bits=4, group_size=16)
-            _, scales = grid_of_bits(4, 16).decompose(found.weight)
+            _, scales = decompose(grid_of_bits(4, 16), found.weight)
             assert found.weight.isfinite().all()
             assert not found.weight[1].any()
             assert scales[1].tolist() == [1, 1]
