@@ -38,7 +38,6 @@ def _readable(config: dict[str, Any]) -> dict[str, Any]:
 def _recipe(config: Mapping[str, Any]) -> Recipe:
     keys = ("sparsity", "pattern", "bits", "group_size", "grid", "head_grid")
     amount = {key: config[key] for key in keys if config.get(key) is not None}
-    leaves_zeros = config.get("structure") is None
     return Recipe.parse(LayerSettings(method="magnitude", **amount))
 
 
