@@ -39,7 +39,7 @@ def test_all_of_it_together(precision, llama, loader, quiet, tmp_path, caplog):
     assert {"name", "sparsity", "error_before", "error_after", "epoch", "seconds"} == set(
         stored["blocks"][0]
     )
-    assert all("target_loss" in row for row in stored["layers"])
+    assert all("loss" in row["target"] for row in stored["layers"])
     assert PruningReport.load(tmp_path / "run/pruning_report.json").blocks == callback.report.blocks
     for parameter in module.parameters():
         assert parameter.requires_grad
