@@ -8,6 +8,7 @@ import shlex
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
 from math import isfinite
 from pathlib import Path
@@ -36,7 +37,6 @@ from mrp_lightning.experiments.scores import (
     results_table,
     zero_shot_table,
 )
-from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.storage.files import check_output_file, save_ours
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_lightning.targets.blocks import without_numbers
@@ -45,23 +45,23 @@ _LAYER_ROWS = 2000
 """The largest number of layer rows on a page; with more, layers are not listed."""
 
 _FEW_TOKENS = 4  # tokens per input feature below which a note advises more
-_LAYER_COLUMNS: tuple[tuple[str, str, Write], ...] = (
-    ("sparsity", "sparsity", numbers.percent),
-    ("relative_loss", "relative loss", numbers.relative_loss),
-    ("loss", "loss", numbers.number),
-    ("target.loss", "target loss", numbers.number),
-    ("grid.bits", "bits", numbers.count),
-    ("grid.zeros_loss", "loss of the zeros", numbers.number),
-    ("grid.grid_loss", "loss of the grid", numbers.number),
-    ("damping", "λ", numbers.number),
-    ("iterations", "iterations", numbers.count),
-    ("gap", "gap", numbers.number),
-    ("tokens", "tokens", numbers.count),
-    ("dead_inputs", "dead inputs", numbers.count),
-    ("shared_hessian", "shared Hessian", numbers.number),
-    ("seconds", "seconds", numbers.seconds),
-    ("peak_memory", "peak memory", numbers.memory),
-)
+_LAYER_COLUMNS: dict[str, tuple[str, Write]] = {
+    "sparsity": ("sparsity", numbers.percent),
+    "relative_loss": ("relative loss", numbers.relative_loss),
+    "loss": ("loss", numbers.number),
+    "target.loss": ("target loss", numbers.number),
+    "grid.bits": ("bits", numbers.count),
+    "grid.zeros_loss": ("loss of the zeros", numbers.number),
+    "grid.grid_loss": ("loss of the grid", numbers.number),
+    "damping": ("λ", numbers.number),
+    "iterations": ("iterations", numbers.count),
+    "gap": ("gap", numbers.number),
+    "tokens": ("tokens", numbers.count),
+    "dead_inputs": ("dead inputs", numbers.count),
+    "shared_hessian": ("shared Hessian", numbers.number),
+    "seconds": ("seconds", numbers.seconds),
+    "peak_memory": ("peak memory", numbers.memory),
+}
 _RUN_COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("layers", "layers pruned", numbers.count),
     ("skipped", "left dense", numbers.count),
@@ -115,15 +115,14 @@ def make_page(
         sections.append(
             {
                 "id": f"model-{id_}",
+                "model": model,
                 "title": _title_of(model),
                 "headline": list(headline(frame)),
                 "notes": notes(model),
                 "parts": parts_of(frame),
                 "steps": list(_next_steps(frame)),
-                "num_runs": len(model.runs),
             }
         )
-    parts = {model: section["parts"] for model, section in zip(models, sections, strict=True)}
     default_title = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
     raw = _zipped(runs)
     # Undefined names raise and values are escaped: names of layers and paths are the user's, and a
@@ -135,7 +134,6 @@ def make_page(
     environment.filters["breakable"] = lambda name: Markup(".<wbr>").join(name.split("."))
     html = environment.get_template("page.html").render(
         title=title or default_title,
-        subtitle=_subtitle(runs, models),
         sections=sections,
         version=__version__,
         command=command,
@@ -146,7 +144,7 @@ def make_page(
         raw_size=numbers.memory(len(raw)),
         num_files=sum(len(run.files) for run in runs),
     )
-    return Page(html, named_pictures(parts))
+    return Page(html, _named_pictures(sections))
 
 
 def check_page(out: Path, *, overwrite: bool = False) -> None:
@@ -188,15 +186,13 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
     save_ours(out, page.html)
 
 
-def named_pictures(
-    parts: Mapping[ModelRuns, Sequence[Part]],
-) -> dict[str, Picture]:
+def _named_pictures(sections: Sequence[Mapping[str, Any]]) -> dict[str, Picture]:
     """Return pictures by the names of their files, which begin with the model's if several are."""
     pictures = [
-        (f"{model.name}-{picture.name}" if len(parts) > 1 else picture.name, picture)
-        for model, of_model in parts.items()
-        for part in of_model
-        for picture in part.all_pictures
+        (f"{section['model'].name}-{picture.name}" if len(sections) > 1 else picture.name, picture)
+        for section in sections
+        for part in section["parts"]
+        for picture in part.pictures
     ]
     names = _unique([name for name, _ in pictures])
     return dict(zip(names, (picture for _, picture in pictures), strict=True))
@@ -211,62 +207,42 @@ def parts_of(frame: ScoreFrame) -> list[Part]:
 
 
 def _title_of(model: ModelRuns) -> str:
-    """Return the title of a model: setting and method of one group, a summary of several."""
-    if not model.groups:
-        return model.name
-    if len(model.originals) == 1:
-        (group,) = model.originals
-        return f"{model.name}, {group.setting} by {group.label}"
-    *most, last = model.by_setting(model.groups)
-    settings = f"{', '.join(most)} and {last}" if most else last
+    """Return the name of a model with the settings and methods of its groups."""
     names = list(dict.fromkeys(group.trial.label for group in model.originals))
+    if len(model.originals) == 1:
+        names = [model.originals[0].label]
+    if not names:
+        return model.name
     methods = names[0] if len(names) == 1 else f"{len(names)} methods"
-    return f"{model.name}, {settings} by {methods}"
+    return f"{model.name}, {', '.join(model.by_setting(model.groups))} by {methods}"
 
 
 def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
-    """Yield the values of a single group, or the best perplexity (else loss) of each setting.
-
-    Without groups they are the perplexities of the dense model.
-    """
-    model = frame.model
-    texts = [score for score in frame.scores if score.is_perplexity]
-    if len(model.originals) == 1:
-        (group,) = model.originals
-        for text in texts:
-            if not pd.isna(frame.means.loc[(group.setting, group.label), text]):
-                yield _perplexity(frame, group, text, f"Perplexity on {named(text.of)}")
-        yield from _costs(frame, group)
+    """Yield the scores and costs of a single group, else the perplexities of the dense model."""
+    groups = frame.model.originals
+    if len(groups) > 1:
         return
-    if not model.groups:
-        for text in texts:
-            value = frame.texts.loc[("", "dense"), text]
-            yield _HeadValue(f"Perplexity on {named(text.of)}", value, _measured(frame, text))
-    for setting, groups in model.by_setting().items():
-        means = frame.means.loc[[(group.setting, group.label) for group in groups]]
-        finite = means.map(lambda value: value if isfinite(value) else None).astype(float)
-        for score in [s for s in (*texts, RELATIVE_LOSS) if s in finite]:
-            if finite[score].notna().any():
-                best = groups[int(finite[score].argmin())]
-                if score.of:
-                    label = f"{setting}, perplexity on {named(score.of)}"
-                    yield _perplexity(frame, best, score, label)
-                else:
-                    value = frame.texts.loc[(setting, best.label), score]
-                    label = f"{setting}, relative layer loss"
-                    yield _HeadValue(label, value, f"lowest: {best.label}")
-                break
+    key = (groups[0].setting, groups[0].label) if groups else ("", "dense")
+    for text in frame.scores:
+        if text.is_perplexity and not pd.isna(frame.means.loc[key, text]):
+            label = f"Perplexity on {named(text.of)}"
+            if groups:
+                yield _perplexity(frame, groups[0], text, label)
+            else:
+                yield _HeadValue(label, frame.texts.loc[key, text], _measured(frame, text))
+    if groups:
+        yield from _costs(frame, groups[0])
 
 
 def _perplexity(frame: ScoreFrame, group: RunGroup, text: Score, label: str) -> _HeadValue:
     pruned = float(frame.means.loc[(group.setting, group.label), text])
     dense = float(frame.means[text].get(("", "dense"), float("nan")))
     value = text.write(pruned)
-    details = [group.label] if len(frame.model.originals) > 1 else []
+    details = []
     if isfinite(dense):
         value = f"{text.write(dense)} → {value}"
         change = numbers.signed(100 * (pruned / dense - 1), "{:.1f}%".format)
-        details += [change] if isfinite(pruned) else []
+        details = [change] if isfinite(pruned) else []
     details += [f"mean of {len(group.runs)} runs"] if len(group.runs) > 1 else []
     return _HeadValue(label, value, ", ".join([*details, _measured(frame, text)]))
 
@@ -460,40 +436,22 @@ def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]])
     return Table.of_rows(caption, (head, "value"), rows, kind="text")
 
 
-def _value(layer: LayerReport, key: str) -> Any:
-    """Return a value of a layer's row by its dotted key, `None` where the layer has none."""
-    value: Any = layer
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
 def _layer_table(run: RunDirectory) -> Table:
     """Return a table of the layers of a run, without empty columns."""
-    columns = [c for c in _LAYER_COLUMNS if any(_value(x, c[0]) is not None for x in run.layers)]
-    header = ("layer", "shape", *(label for _, label, _ in columns))
+    layers = sorted(run.layers, key=lambda layer: layer.skipped is not None)
+    values = pd.json_normalize([asdict(layer) for layer in layers])
+    columns = [c for c in _LAYER_COLUMNS if c in values and values[c].notna().any()]
     rows = [
         (
             "" if layer.skipped is None else "left dense",
             layer.name,
             " × ".join(map(str, layer.shape)),
-            *(write(_value(layer, key)) for key, _, write in columns),
+            *(_LAYER_COLUMNS[c][1](None if pd.isna(row[c]) else row[c]) for c in columns),
         )
-        for layer in sorted(run.layers, key=lambda layer: layer.skipped is not None)
+        for layer, (_, row) in zip(layers, values.iterrows(), strict=True)
     ]
+    header = ("layer", "shape", *(_LAYER_COLUMNS[c][0] for c in columns))
     return Table.of_rows(f"Layers of {run.name}", header, rows)
-
-
-def _subtitle(runs: Sequence[RunDirectory], models: Sequence[ModelRuns]) -> str:
-    reports = [run.report for run in runs if run.report]
-    if len(reports) < 2:
-        return ""
-    if len(models) > 1:
-        return f"{len(reports)} runs of {len(models)} models."
-    largest = max((report.totals for report in reports), key=lambda totals: totals["weights"])
-    return (
-        f"{len(reports)} runs on {largest['layers']:,} layers with {largest['weights']:,} weights."
-    )
 
 
 def _zipped(runs: Sequence[RunDirectory]) -> bytes:

@@ -74,11 +74,6 @@ class Part:
     folds: Sequence["Part"] = ()
     folded: bool = False
 
-    @property
-    def all_pictures(self) -> list[Picture]:
-        """The pictures of the part and of its `folds`, but not of folds inside these."""
-        return [*self.pictures, *(picture for fold in self.folds for picture in fold.pictures)]
-
 
 class Scale(NamedTuple):
     """An axis: its name, the format of its values, and whether it starts at 0."""

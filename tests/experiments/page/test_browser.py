@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 import numpy as np
 from browser import Browser, find_chrome
-from html_page import HtmlPage, turned_round
+from html_page import turned_round
 from matplotlib.colors import to_rgb
 from PIL import Image
 
@@ -32,15 +32,6 @@ EMPTY_PICTURES = """
     const box = e.getBoundingClientRect();
     return e.checkVisibility() && (box.width < 100 || box.height < 40);
 }).length
-"""
-CUT_TEXT = """
-[...document.querySelectorAll('svg')].flatMap(svg => {
-    const box = svg.getBoundingClientRect();
-    return [...svg.querySelectorAll('text')].filter(t => {
-        const b = t.getBoundingClientRect();
-        return b.width && (b.left < box.left - 1 || b.right > box.right + 1);
-    }).map(t => t.textContent);
-})
 """
 
 
@@ -72,16 +63,6 @@ def test_the_page_fits(browser, page, width, scheme):
     assert browser.evaluate("[...document.images].every(i => i.naturalWidth > 0)")
     paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(253, 253, 251)", "dark": "rgb(21, 24, 27)"}[scheme]
-
-
-def test_no_text_of_a_picture_is_cut(browser, page, tmp_path):
-    pictures = HtmlPage(page).pictures
-    assert len(pictures) > 5
-    for picture in pictures:
-        (tmp_path / "picture.svg").write_text(picture.svg)
-        browser.open(tmp_path / "picture.svg", 1280)
-        assert browser.evaluate("document.querySelectorAll('path').length") > 3
-        assert browser.evaluate(CUT_TEXT) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
