@@ -1,12 +1,10 @@
 """The HTML page about runs: one self-contained file, without scripts and network access."""
 
 import base64
-import io
 import itertools
 import re
 import shlex
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -104,7 +102,7 @@ def make_page(
 
     Args:
         runs: The runs, at least one.
-        name: The name of the archive of raw data, and in the default title of several models.
+        name: The name in the default title of several models.
         title: The title; by default it names the model, the sparsities and the methods.
         command: The command that makes the page again, which the page shows.
     """
@@ -124,7 +122,6 @@ def make_page(
             }
         )
     default_title = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
-    raw = _zipped(runs)
     # Undefined names raise and values are escaped: names of layers and paths are the user's, and a
     # page may be published.
     environment = Environment(
@@ -139,10 +136,6 @@ def make_page(
         command=command,
         color=color_of,
         css=_read("style.css"),
-        raw=raw,
-        raw_name=f"{_slug(name)}.zip",
-        raw_size=numbers.memory(len(raw)),
-        num_files=sum(len(run.files) for run in runs),
     )
     return Page(html, _named_pictures(sections))
 
@@ -419,7 +412,7 @@ def _settings_part(model: ModelRuns) -> Part:
     text, number = "", sum(len(run.layers) for run in originals)
     if number > _LAYER_ROWS:
         text = (
-            f"The {number:,} layers of these runs are in the raw data; the page of a single run "
+            f"The {number:,} layers of these runs are in their reports; the page of a single run "
             f"lists them if they are at most {_LAYER_ROWS:,}."
         )
     else:
@@ -452,19 +445,6 @@ def _layer_table(run: RunDirectory) -> Table:
     ]
     header = ("layer", "shape", *(_LAYER_COLUMNS[c][0] for c in columns))
     return Table.of_rows(f"Layers of {run.name}", header, rows)
-
-
-def _zipped(runs: Sequence[RunDirectory]) -> bytes:
-    """Return a ZIP archive of the files of runs, with equal bytes for equal files."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for run in runs:
-            for name, content in run.files.items():
-                # With a date, the page of unchanged runs would differ each time. A name that leads
-                # out of the archive is refused by many programs.
-                entry = zipfile.ZipInfo(f"{run.name.replace('..', 'parent')}/{name}")  # no date
-                archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
 
 
 def _read(name: str) -> str:

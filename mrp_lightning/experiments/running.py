@@ -2,11 +2,8 @@
 
 import gc
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -315,7 +312,6 @@ def _check_pruning(sweep: Sweep) -> None:
                 "`base`: the last of `trainer.callbacks`, and no other, prunes with the settings "
                 f"of `runs`. There are {names}."
             )
-    _check_varied_options(sweep)
     # Other trials have only arguments that `Sweep` checks by itself.
     arguments_of = {
         (t.recipe, t.setting, t.changed): t for t in sweep.selected if t.recipe or t.changed
@@ -339,26 +335,6 @@ def _check_batches(trainer: Namespace) -> None:
             f"{' and '.join(wrong)}, so that runs would have no figures. Leave it out; for a short "
             "trial, set `data.num_samples` and `trainer.limit_test_batches` to a few."
         )
-
-
-def _check_varied_options(sweep: Sweep) -> None:
-    trial = next((trial for trial in sweep.selected if trial.method), None)
-    if not sweep.vary or trial is None:
-        return
-    config = configure(replace(trial, changed=None), sweep).described()
-    keys = {re.sub(r"^(trainer\.callbacks)\.\d+", r"\1", key) for key in config}
-    keys |= {key.rpartition(".")[0] for key in keys if key.count(".") > 1}  # such as a mixture
-    leaves = {key.rpartition(".")[2]: key for key in sorted(keys)}
-    for key in sweep.vary:
-        # An option may take a mapping or an object with arguments that the configuration does not
-        # list.
-        if key in keys or any(key.startswith(f"{option}.") for option in keys):
-            continue
-        nearest = get_close_matches(key, keys, n=1, cutoff=0.8)
-        nearest += [leaves[name] for name in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
-        hint = "Name one by its dotted key, such as `vary: {data.num_samples: [32, 128]}`."
-        hint = f"Did you mean `{nearest[0]}`?" if nearest else hint
-        raise OptionError(f"`vary`: there is no option `{key}`. {hint}")
 
 
 def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> None:

@@ -1,12 +1,9 @@
 """What the page shows, against the files that it is made from."""
 
-import base64
-import io
 import json
 import re
 import shlex
 import statistics
-import zipfile
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -235,17 +232,6 @@ def test_every_picture_is_a_png_too(sweep):
             assert len(image.getcolors(1 << 20)) > 3, file
 
 
-def test_the_raw_files_are_in_the_page(sweep):
-    page = HtmlPage(sweep / "report.html")
-    (link,) = (link for link in page.links if link.startswith("data:application/zip"))
-    archive = zipfile.ZipFile(io.BytesIO(base64.b64decode(link.partition(",")[2])))
-    originals = {
-        path.relative_to(sweep).as_posix(): path.read_bytes() for path in sweep.rglob("[!.]*.json")
-    }
-    assert {name: archive.read(name) for name in archive.namelist()} == originals
-    assert len(link) < sum(map(len, originals.values())) / 2
-
-
 def test_the_same_runs_give_the_same_page(tmp_path, save_run):
     save_run(tmp_path)
     assert page_of(tmp_path).source == page_of(tmp_path).source
@@ -294,11 +280,11 @@ def test_encoder_and_decoder_stand_side_by_side(tmp_path, save_run, layer):
     assert ">block: encoder | decoder | other<" in drawn
 
 
-def test_layers_of_too_many_runs_are_left_to_the_raw_data(tmp_path, save_run):
+def test_layers_of_too_many_runs_are_left_to_the_reports(tmp_path, save_run):
     for seed in range(4):
         save_run(tmp_path / f"run{seed}", blocks=200, seed=seed)
     page = page_of(tmp_path)
-    assert "The 2,400 layers of these runs are in the raw data" in page.text
+    assert "The 2,400 layers of these runs are in their reports" in page.text
     assert not [table for table in page.tables if table.caption.startswith("Layers of")]
 
 
@@ -306,20 +292,6 @@ def test_a_dense_model_alone_has_a_page(tmp_path, save_perplexity):
     save_perplexity(tmp_path, "facebook/opt-125m", wikitext2=27.65)
     page = page_of(tmp_path)
     assert page.table("Perplexity").row("dense")[0] == "27.650"
-
-
-def test_methods_with_the_same_values_are_both_seen(tmp_path, save_run, layer):
-    names = [f"model.layers.{i}.{kind}" for i in range(4) for kind in ("up", "down")]
-    rows = [layer(name, gap=i * 1e-7 + 1e-8) for i, name in enumerate(names)]
-    for method in ("SM", "MM"):
-        save_run(tmp_path / method, method=method, layers=rows)
-    page_of(tmp_path)
-    with Image.open(tmp_path / "report-figures" / "loss-by-block-2of4.png") as image:
-        pixels = np.asarray(image.convert("RGB"), dtype=int)
-    drawn = pixels[: int(0.7 * len(pixels))]  # above the legend
-    for method in ("SM", "MM"):
-        away = np.abs(drawn - 255 * np.array(to_rgb(color_of(method)))).max(-1)
-        assert (away < 12).sum() > 100, method
 
 
 def test_what_was_done_to_blocks_is_listed(tmp_path, save_run):
