@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import signature
 from os import PathLike
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -59,7 +60,7 @@ class PruningCallback(Callback):
         settings: The checked `Settings`.
         save_dir: The argument as an absolute `Path`, `None` if nothing is saved.
         run_directory: The directory next to which the journal is written, if it is not `save_dir`;
-            else `None`. It is set by `of` alone. Such a journal outlives the run, until
+            else `None`, as it is unless it is set. Such a journal outlives the run, until
             `remove_journal` deletes it.
         report: The result for each layer, `None` before the first run. After an exception it lists
             the pruned layers; all others are unchanged, except in the block in progress, where
@@ -83,20 +84,10 @@ class PruningCallback(Callback):
         **settings: Any,
     ) -> None:
         _refuse_unknown(type(self).__name__, settings)
-        self._set_up(Settings(**settings), Output(save_dir, overwrite, resume))
-
-    @classmethod
-    def of(cls, settings: Settings, output: Output) -> Self:
-        """Return a callback of checked `Settings` and an `Output`, which sets `run_directory`."""
-        callback = cls.__new__(cls)
-        callback._set_up(settings, output)
-        return callback
-
-    def _set_up(self, settings: Settings, output: Output) -> None:
-        self.settings = settings
-        self.save_dir = None if output.save_dir is None else output_path(output.save_dir)
-        self.run_directory = output.run_directory
-        self.overwrite, self.resume = output.overwrite, output.resume
+        self.settings = Settings(**settings)
+        self.save_dir = None if save_dir is None else output_path(save_dir)
+        self.run_directory: Path | None = None
+        self.overwrite, self.resume = overwrite, resume
         self.report: PruningReport | None = None
         self._run: Run | None = None
         self._pruned: PrunedModule | None = None
@@ -157,8 +148,8 @@ class PruningCallback(Callback):
         # The module gets its own methods back first, since pruning calls its forward.
         self._end_run()
         try:
-            with run.prune(batches) as pruned:
-                self._pruned = pruned
+            with run.job(batches) as job:
+                self._pruned = pruned = run.prune(job)
                 if run.save_dir is None:
                     pruned.complete()
                 else:

@@ -67,13 +67,11 @@ def main(args: list[str]) -> None:
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.callbacks import PruningCallback
     from mrp_lightning.commands.comparison import Conversion, prune_and_compare
-    from mrp_lightning.loop.pruning_run import Output
     from mrp_lightning.records import evaluation
     from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.terminal import Console
 
     console = Console(width=None if sys.stdout.isatty() else 100)
-    output = Output(out, options.overwrite, resume=not options.restart)
     values = vars(options)
     with (
         interruptible(unclaimed_signals(), at_once=True),
@@ -82,7 +80,12 @@ def main(args: list[str]) -> None:
     ):
         conversions = [Conversion(*each) for each in _conversions(options, out)]
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
-        callback = PruningCallback.of(settings, output)
+        callback = PruningCallback(
+            save_dir=out,
+            overwrite=options.overwrite,
+            resume=not options.restart,
+            **{name: getattr(settings, name) for name in _SETTINGS},
+        )
         problem = prune_and_compare(
             {key: values[key] for key in _OF_MODEL},
             text | {"train_files": files},

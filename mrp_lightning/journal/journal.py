@@ -420,6 +420,11 @@ class Journal(AbstractContextManager["Journal"]):
             self._save_manifest()
         return computed
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the journal."""
+        return self._lock is not None
+
     def close(self) -> None:
         """Release the lock, so that another process can resume the run."""
         if self._lock is not None:

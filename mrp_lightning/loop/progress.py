@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
@@ -15,7 +16,7 @@ from rich.markup import escape
 
 from mrp_lightning.environment import progress_log
 from mrp_lightning.memory import peak_memory
-from mrp_lightning.pruning.job import Job, Listener, Progress
+from mrp_lightning.pruning.job import Listener, Progress
 from mrp_lightning.records.rows import LayerReport, mean_relative_loss
 
 _BAR_SECONDS = 0.1
@@ -189,13 +190,14 @@ class PruningProgress(Listener):
     The estimate assumes that all blocks take the same time, except blocks from a journal.
 
     Args:
-        job: The pruning.
+        steps: The number of steps; see `Job.steps`.
+        device: The device on which the model runs.
         reporter: The reporter, constructed when the pruning starts.
     """
 
-    def __init__(self, job: Job, reporter: ProgressReporter) -> None:
+    def __init__(self, steps: int, device: torch.device, reporter: ProgressReporter) -> None:
         super().__init__()
-        self._job, self._reporter = job, reporter
+        self.reporter, self._steps, self._device = reporter, steps, device
         self._shown = -1
         self._done = self._uncounted = 0
         self._pruning_since = self._last_block = reporter.elapsed()
@@ -204,7 +206,7 @@ class PruningProgress(Listener):
         """Start the clock of a walk's first block; blocks of a walk before it count no more."""
         super().started(walk)
         self._uncounted = self._done
-        self._pruning_since = self._last_block = self._reporter.elapsed()
+        self._pruning_since = self._last_block = self.reporter.elapsed()
 
     def log(self, text: str) -> None:
         """Log a message, once for all processes."""
@@ -212,19 +214,19 @@ class PruningProgress(Listener):
 
     def progress(self, progress: Progress) -> None:
         """Update the bar when a layer is finished, else at most ten times a second."""
-        if self.num_layers == self._shown and not self._reporter.is_due():
+        if self.num_layers == self._shown and not self.reporter.is_due():
             return
         self._shown = self.num_layers
         block = f"block {progress.block}/{progress.blocks}"
-        self._reporter.show(self.num_layers, f"{block} · {_in_brief(progress.task)}")
+        self.reporter.show(self.num_layers, f"{block} · {_in_brief(progress.task)}")
         # Of all layers so far, while a finished block is logged with the mean of its own.
         loss = mean_relative_loss(self.pruned_rows)
         parts = [block, progress.task, "" if loss is None else f"relative loss {loss:.3g}"]
-        self._reporter.log_seldom(" · ".join(filter(None, [*parts, self._left()])))
+        self.reporter.log_seldom(" · ".join(filter(None, [*parts, self._left()])))
 
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
         """Log a block and its layers."""
-        now = self._reporter.elapsed()
+        now = self.reporter.elapsed()
         seconds, self._last_block = now - self._last_block, now
         self._uncounted += (k + 1 - self._done) * resumed
         self._done = k + 1
@@ -232,13 +234,13 @@ class PruningProgress(Listener):
         # the time of a pruned one.
         if self._done == self._uncounted:
             self._pruning_since = now
-        block = f"block {self._done}/{self._job.steps}"
+        block = f"block {self._done}/{self._steps}"
         mean_loss = sum(row.relative_loss or 0.0 for row in rows) / max(1, len(rows))
         loss = f" · relative loss {mean_loss:.3g}" if rows else ""
         time_left = ", ".join(filter(None, [roughly(now), self._left()]))
-        self._reporter.log(f"{block}{loss} · {'from the journal' if resumed else time_left}")
+        self.reporter.log(f"{block}{loss} · {'from the journal' if resumed else time_left}")
         if rows:
-            self._reporter.show(len(self.pruned_rows), f"{block} · loss {mean_loss:.2g}")
+            self.reporter.show(len(self.pruned_rows), f"{block} · loss {mean_loss:.2g}")
             metrics = {
                 "prune/relative_loss": mean_loss,
                 "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
@@ -247,12 +249,12 @@ class PruningProgress(Listener):
             # Time and memory of a restored block are of the run that pruned it.
             if not resumed:
                 metrics["prune/block_seconds"] = seconds
-                peaks = [*(row.peak_memory for row in rows), peak_memory(self._job.device)]
+                peaks = [*(row.peak_memory for row in rows), peak_memory(self._device)]
                 if known := [peak for peak in peaks if peak is not None]:
                     metrics["prune/peak_memory"] = max(known)
-            self._reporter.log_metrics(metrics, k)
+            self.reporter.log_metrics(metrics, k)
             self._log_layers(rows)
-        for logger in self._reporter.trainer.loggers:
+        for logger in self.reporter.trainer.loggers:
             logger.save()
 
     def _log_layers(self, rows: list[LayerReport]) -> None:
@@ -261,17 +263,17 @@ class PruningProgress(Listener):
         for step, row in enumerate(rows, len(self.pruned_rows) - len(rows)):
             metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
             measured = {key: value for key, value in metrics.items() if value is not None}
-            self._reporter.log_metrics(measured, step)
+            self.reporter.log_metrics(measured, step)
 
     def _left(self) -> str:
         """Return the remaining time in words; empty until a walk has pruned one, and at the end."""
         pruned = self._done - self._uncounted
-        if not pruned or self._done >= self._job.steps:
+        if not pruned or self._done >= self._steps:
             return ""
         seconds_each = (self._last_block - self._pruning_since) / pruned
-        rest = seconds_each * (self._job.steps - self._done)
+        rest = seconds_each * (self._steps - self._done)
         # The present block has used a part of its time already.
-        rest -= self._reporter.elapsed() - self._last_block
+        rest -= self.reporter.elapsed() - self._last_block
         return f"about {roughly(max(0.0, rest))} left"
 
 

@@ -2,8 +2,8 @@
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from os import PathLike
@@ -48,12 +48,13 @@ from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir, journ
 from mrp_lightning.narrowing.cutting import StreamedNarrowing, narrow
 from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.job import Job, Listener, steps_of
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import alike, find_blocks
+from mrp_lightning.targets.plan import Plan
 
 _FAR = 0.05
 """The difference between requested and removed fraction of units from which on to warn."""
@@ -62,6 +63,8 @@ _RUINED = 0.5
 """The mean relative loss of the layers above which a model is called ruined."""
 _LISTED = 3
 """The number of kinds of layers that the summary lists as left dense."""
+_COUNTS = ("blocks", "layers")
+"""Facts about a run that its journal keeps, and that its report has by its rows."""
 
 
 def _warn_of_rounding(structure: Structure, sparsity: float) -> None:
@@ -99,75 +102,26 @@ def _warn_of_missing_predictions(trainer: Trainer, module: LightningModule, call
 
 
 @contextmanager
-def _open_journal(
-    job: Job,
-    module: LightningModule,
-    trainer: Trainer,
-    save_dir: str | PathLike[str],
-    *,
-    resume: bool,
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-) -> Iterator[Journal]:
-    """Start or resume the journal of a job; after an error, log the progress in it.
-
-    Process 0 writes the journal. With `resume`, an existing journal is resumed, else replaced.
-    After an error, a journal that saves no work is removed.
-    """
-    plan = job.plan
-    about = {
-        "config": config,
-        "provenance": provenance,
-        "versions": versions(),
-        "model_weights": sum(p.numel() for p in module.parameters()),
-        "blocks": plan.num_steps,
-        "layers": plan.num_layers,
-    }
-    with Journal.open(
-        save_dir,
-        _fingerprint(job, config, module, trainer),
-        resume=resume,
-        about=about,
-        processes=job.processes,
-        streamed=job.streamed,
-    ) as journal:
-        try:
-            yield journal
-        except BaseException:
-            # A journal with neither blocks nor kept values saves no work.
-            if not journal.manifest.shards and not journal.manifest.kept:
-                # If weights were changed, it stays: it keeps another run from starting with them.
-                if not job.listener.pruned_rows:
-                    journal.remove()
-            elif job.processes.rank == 0:
-                log.warning(
-                    "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes "
-                    "on there.",
-                    len(journal.manifest.shards),
-                    about["blocks"],
-                    journal.path,
-                )
-            raise
-
-
-def _fingerprint(
-    job: Job, config: Mapping[str, Any], module: LightningModule, trainer: Trainer
-) -> Fingerprint:
-    """Return the facts that decide the result of a job; `config` is that of its report."""
-    tensors = chain(module.named_parameters(), module.named_buffers())
-    # The weights decide, not the name under which they were loaded.
-    settings = {key: value for key, value in config.items() if key != "base_model"}
-    # Kinds of devices round differently, so that another one would not continue the same run.
-    settings["device"] = trainer.strategy.root_device.type
-    settings["model"] = type(checkpoint_root(module)[1]).__name__
-    settings["whole blocks in the journal"] = job.streamed is not None
-    return fingerprint(
-        settings,
-        [model.config for model in language_models(module).values()],
-        tensors if job.streamed is None else job.streamed.named_tensors(),
-        job.batches,
-        job.processes,
-    )
+def _explained(journal: Journal, listener: Listener, blocks: int) -> Iterator[None]:
+    """Close a journal at the end; after an error, log its progress, or remove it if it has none."""
+    try:
+        with journal:
+            yield
+    except BaseException:
+        # A journal with neither blocks nor kept values saves no work.
+        if not journal.manifest.shards and not journal.manifest.kept:
+            # If weights were changed, it stays: it keeps another run from starting with them.
+            if not listener.pruned_rows:
+                journal.remove()
+        elif journal.is_writer:
+            log.warning(
+                "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "
+                "there.",
+                len(journal.manifest.shards),
+                blocks,
+                journal.path,
+            )
+        raise
 
 
 @dataclass(frozen=True)
@@ -202,7 +156,10 @@ class Run:
     Attributes:
         report: The report of the layers that are pruned, also after an error; empty before.
         save_dir: The directory of the pruned model; `None` if it is not saved.
+        plan: The blocks and layers to prune, from `check` or `capture` on.
     """
+
+    plan: Plan
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: Settings, output: Output
@@ -212,6 +169,7 @@ class Run:
         self._changes = ExitStack()
         self._signals = unclaimed_signals()  # before Lightning installs its handler of SIGTERM
         self._capture: StepCapture | None = None
+        self._modules: dict[str, nn.Module] = {}  # as they were planned
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.save_dir = None if rehearsal else output.save_dir
@@ -247,10 +205,13 @@ class Run:
                 )
             # Only process 0 writes, so that only its disk is checked.
             require_free(self._journal_path)
-        # An early plan costs little, and refuses a wrong name before the data is read. Layers that
-        # a hook makes later are planned in `capture` alone.
+        # An early plan refuses a wrong name before the data is read.
         if not is_built_later(module):
-            plan_for(self.module, self.settings)
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        self.plan = plan_for(self.module, self.settings)
+        self._modules = dict(self.module.named_modules())
 
     def start(self) -> None:
         """Keep the blocks on the CPU when Lightning moves the module, if `offload` is set."""
@@ -271,8 +232,10 @@ class Run:
         self._changes.close()
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
             raise Interrupted(signal.SIGTERM)
-        # Anew, since hooks may have made or replaced layers after `check`.
-        self._plan = plan = plan_for(self.module, self.settings)
+        # Hooks may have made or replaced layers after `check`.
+        if dict(self.module.named_modules()) != self._modules:
+            self._make_plan()
+        plan = self.plan
         if isinstance(plan, NarrowingPlan):
             _warn_of_rounding(plan.structure, self.settings.recipe.pattern.sparsity)
         # Without blocks, the first call of a layer to prune is as far as a batch has to come.
@@ -307,101 +270,138 @@ class Run:
         return int(sum(count for (count,) in processes_of(self.trainer).numbers(len(steps))))
 
     @contextmanager
-    def prune(self, batches: int) -> Iterator[PrunedModule]:
-        """Prune the module in place, and lock the journal until the end of the context.
+    def job(self, batches: int) -> Iterator[Job]:
+        """Return the job of the stored batches, with its journal locked until the context's end.
 
-        Inference mode, in which the loop may be, is off in this context. `prune_model` and
-        `Journal.open` list the errors.
+        In this context signals interrupt at once, inference mode, in which the loop may be, and
+        gradients are off, and processes other than 0 log errors alone. `Journal.open` lists the
+        errors.
 
         Args:
             batches: The number of batches; see `num_batches`.
-
-        Yields:
-            The module, pruned and not saved yet.
         """
         self.close()
         assert self._capture is not None
-        processes = processes_of(self.trainer)
+        steps, plan, processes = self._capture.steps, self.plan, processes_of(self.trainer)
         # The order of contexts: signals are taken first and given back last, so that none is lost
         # while the others are left. Inference mode ends before any tensor is made, since tensors of
-        # inference mode can never be changed in place outside of it. The stack, which holds the
-        # journal's lock, outlives the inner context: saving is under the lock, too.
+        # inference mode can never be changed in place outside of it.
         with (
             interruptible(self._signals, at_once=True),
             torch.inference_mode(False),
             torch.no_grad(),
             eager(),
             rank_zero_logging(processes),
-            ExitStack() as stack,
         ):
+            # The calls are collective: a process that fails in one of them would leave the others
+            # waiting.
             with fail_together(processes):
-                steps = self._capture.steps
-                # Within `fail_together`, since the calls below are collective: a process that fails
-                # in one of them would leave the others waiting.
-                warn_of_data(steps, self._plan, processes)
-                config = self._config(processes, batches)
-                provenance = self._provenance(steps, processes)
-                reporter = ProgressReporter(self.trainer)
-                job = self._job(steps, processes)
-                # In two steps, since the listener reads the job.
-                job = replace(job, listener=PruningProgress(job, reporter))
-                if self._journal_path is not None:
-                    opened = _open_journal(
-                        job,
-                        self.module,
-                        self.trainer,
-                        self._journal_path,
-                        resume=self.output.resume,
-                        config=config,
-                        provenance=provenance,
-                    )
-                    journal = stack.enter_context(opened)
-                    for name, tensors in self._kept.items():
-                        journal.kept(name, partial(dict, tensors))
-                    job = replace(job, journal=journal)
+                warn_of_data(steps, plan, processes)
+                self._about = self._facts(steps, processes, batches)
+                listener = PruningProgress(
+                    steps_of(plan),
+                    self.trainer.strategy.root_device,
+                    ProgressReporter(self.trainer),
+                )
+                journal = self._journal(steps, processes)
                 for logger in self.trainer.loggers:
-                    logger.log_hyperparams({"prune": config})
-                with (
-                    self._reported(job, config, provenance) as narrowed,
-                    reporter.bar(job.plan.num_layers, "pruning"),
-                ):
+                    logger.log_hyperparams({"prune": self._about["config"]})
+            held = journal and _explained(journal, listener, plan.num_steps)
+            with held or nullcontext():
+                yield Job(
+                    model=self.module,
+                    plan=plan,
+                    settings=self.settings,
+                    forward=self._forward,
+                    batches=steps,
+                    batch_of=lambda step: step.batch,
+                    device=self.trainer.strategy.root_device,
+                    streamed=streamed_blocks(self.module),
+                    processes=processes,
+                    journal=journal,
+                    listener=listener,
+                )
+
+    def prune(self, job: Job) -> PrunedModule:
+        """Prune the module in place, and make the report, also after an error.
+
+        `prune_model` lists the errors.
+
+        Returns:
+            The module, pruned and not saved yet.
+        """
+        listener, narrowed = job.listener, dict[str, Any]()
+        assert isinstance(listener, PruningProgress)
+        with fail_together(job.processes):
+            try:
+                with listener.reporter.bar(job.plan.num_layers, "pruning"):
                     prune_model(job)
                     if job.structure is not None:
-                        narrowed |= self._narrow(job.structure)
-                for name in ("sparsity", "relative_loss"):
-                    total = torch.tensor(self.report.totals[name])
-                    self.trainer.callback_metrics[f"prune/{name}"] = total
-            grid = {name: x for result in job.listener.results for name, x in result.grid.items()}
-            # A journal of a run with a directory of its own outlives the saving of the model.
-            leaves = self.output.run_directory is not None
-            yield PrunedModule(self.module, self.report, grid, None if leaves else job.journal)
+                        narrowed = self._narrow(job.structure)
+            finally:
+                about = {key: value for key, value in self._about.items() if key not in _COUNTS}
+                if listener.walk:
+                    about["config"] = {**about["config"], "walk": listener.walk}
+                self.report = PruningReport.of(
+                    listener.results,
+                    **about,
+                    **asdict(listener.usage),
+                    resumed_blocks=listener.resumed_blocks,
+                    narrowed=narrowed,
+                )
+            for name in ("sparsity", "relative_loss"):
+                total = torch.tensor(self.report.totals[name])
+                self.trainer.callback_metrics[f"prune/{name}"] = total
+        grid = {name: x for result in listener.results for name, x in result.grid.items()}
+        # A journal of a run with a directory of its own outlives the saving of the model.
+        leaves = self.output.run_directory is not None
+        return PrunedModule(self.module, self.report, grid, None if leaves else job.journal)
 
-    @contextmanager
-    def _reported(
-        self, job: Job, config: Mapping[str, Any], provenance: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """Make the report of what is pruned in this context, also after an error.
+    def _journal(self, steps: list[Step], processes: Processes) -> Journal | None:
+        """Start or resume the journal of the run; return `None` for a run without one."""
+        if self._journal_path is None:
+            return None
+        journal = Journal.open(
+            self._journal_path,
+            self._fingerprint(steps, processes),
+            resume=self.output.resume,
+            about=self._about,
+            processes=processes,
+            streamed=streamed_blocks(self.module),
+        )
+        for name, tensors in self._kept.items():
+            journal.kept(name, partial(dict, tensors))
+        return journal
 
-        Yields:
-            The description of a narrower model, empty until one is made.
-        """
-        narrowed: dict[str, Any] = {}
-        # Counted before the pruning, since a narrower model has fewer.
-        model_weights = sum(p.numel() for p in self.module.parameters())
-        try:
-            yield narrowed
-        finally:
-            listener = job.listener
-            walk = {"walk": listener.walk} if listener.walk else {}
-            self.report = PruningReport.of(
-                listener.results,
-                {**config, **walk},
-                **asdict(listener.usage),
-                resumed_blocks=listener.resumed_blocks,
-                provenance=provenance,
-                model_weights=model_weights,
-                narrowed=narrowed,
-            )
+    def _fingerprint(self, steps: list[Step], processes: Processes) -> Fingerprint:
+        """Return the facts that decide the result of the run."""
+        module, streamed = self.module, streamed_blocks(self.module)
+        # The weights decide, not the name under which they were loaded.
+        config = {key: x for key, x in self._about["config"].items() if key != "base_model"}
+        # Kinds of devices round differently, so that another one would not continue the same run.
+        config["device"] = self.trainer.strategy.root_device.type
+        config["model"] = type(checkpoint_root(module)[1]).__name__
+        config["whole blocks in the journal"] = streamed is not None
+        in_memory = chain(module.named_parameters(), module.named_buffers())
+        return fingerprint(
+            config,
+            [model.config for model in language_models(module).values()],
+            in_memory if streamed is None else streamed.named_tensors(),
+            steps,
+            processes,
+        )
+
+    def _facts(self, steps: list[Step], processes: Processes, batches: int) -> dict[str, Any]:
+        """Return the content of the report other than results, as a journal keeps it."""
+        return {
+            "config": self._config(processes, batches),
+            "provenance": self._provenance(steps, processes),
+            "versions": versions(),
+            # Counted before the pruning, since a narrower model has fewer.
+            "model_weights": sum(p.numel() for p in self.module.parameters()),
+            "blocks": self.plan.num_steps,
+            "layers": self.plan.num_layers,
+        }
 
     def log_result(self) -> None:
         """Log a summary; warn of layers that already had the pattern, and of a ruined model."""
@@ -481,19 +481,6 @@ class Run:
             "config": dict(structure.config),
             "model_weights": weights,
         }
-
-    def _job(self, steps: list[Step], processes: Processes) -> Job:
-        return Job(
-            model=self.module,
-            plan=self._plan,
-            settings=self.settings,
-            forward=self._forward,
-            batches=steps,
-            batch_of=lambda step: step.batch,
-            device=self.trainer.strategy.root_device,
-            streamed=streamed_blocks(self.module),
-            processes=processes,
-        )
 
     def _forward(self, step: Step) -> Any:
         strategy = self.trainer.strategy

@@ -127,6 +127,11 @@ class Listener:
         self.usage = usage
 
 
+def steps_of(plan: Plan) -> int:
+    """Return the number of blocks, plus one for the layers outside, and one for the head."""
+    return len(plan.blocks) + bool(plan.outside) + (plan.head is not None)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
     """One pruning: model, settings, data, processes, journal, listener.
@@ -173,7 +178,7 @@ class Job:
     @property
     def steps(self) -> int:
         """The number of blocks, plus one for the layers outside of them, and one for the head."""
-        return len(self.plan.blocks) + bool(self.plan.outside) + (self.plan.head is not None)
+        return steps_of(self.plan)
 
     def progress(self, step: int, task: str) -> None:
         """Report the present task of a step, from 0, to the listener."""

@@ -220,7 +220,10 @@ class PruningReport:
         missing = [f"`{key}`" for key in _SECTIONS if key not in content]
         totals = content.get("totals")
         if missing or not isinstance(totals, dict):
-            raise FormatError(f"{source} lacks {', '.join(missing) or '`totals`'}: {remedy}.")
+            raise FormatError(
+                f"{source} is not as mrp-lightning writes it: it lacks "
+                f"{', '.join(missing) or '`totals`'}. {remedy[0].upper()}{remedy[1:]}."
+            )
         # Sums over the layers are computed anew; `layers`, which is their number among the totals,
         # is the list of rows in the report.
         report = as_dataclass(cls, {**totals, **content}, source, remedy)

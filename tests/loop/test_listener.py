@@ -19,8 +19,7 @@ def test_layers_are_logged_each_once_with_its_place():
         save=lambda: None,
     )
     trainer = SimpleNamespace(loggers=[logger], progress_bar_callback=None, is_global_zero=True)
-    job = SimpleNamespace(steps=2, device=torch.device("cpu"))
-    listener = PruningProgress(job, ProgressReporter(trainer))
+    listener = PruningProgress(2, torch.device("cpu"), ProgressReporter(trainer))
     dense = LayerReport(name="router", shape=(1, 1), skipped="it routes tokens")
     for k, of_block in enumerate((rows[:40], rows[40:])):
         listener.block(BlockResult(str(k), tuple(map(LayerResult, [dense, *of_block]))))
@@ -42,7 +41,8 @@ def test_the_text_of_the_bar_fits_80_columns(task, brief, monkeypatch):
     shown: list[str] = []
     trainer = SimpleNamespace(loggers=[], progress_bar_callback=None)
     monkeypatch.setattr(ProgressReporter, "show", lambda _, done, text: shown.append(text))
-    job = SimpleNamespace(steps=32)
-    PruningProgress(job, ProgressReporter(trainer)).progress(Progress(12, 32, task))
+    PruningProgress(32, torch.device("cpu"), ProgressReporter(trainer)).progress(
+        Progress(12, 32, task)
+    )
     assert shown == [f"block 12/32 · {brief}"]
     assert len(shown[0]) <= 28

@@ -74,8 +74,7 @@ def clock(caplog, monkeypatch) -> Clock:
 
 def listener_of(blocks: int) -> progress.PruningProgress:
     trainer = SimpleNamespace(progress_bar_callback=None, loggers=[], is_global_zero=True)
-    job = SimpleNamespace(steps=blocks, device=torch.device("cpu"))
-    return progress.PruningProgress(job, progress.ProgressReporter(trainer))
+    return progress.PruningProgress(blocks, torch.device("cpu"), progress.ProgressReporter(trainer))
 
 
 def test_the_rest_is_estimated_from_the_blocks_so_far(clock, caplog):

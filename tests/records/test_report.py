@@ -104,7 +104,7 @@ def test_a_report_is_read_as_it_is_stored(tmp_path):
 def test_a_report_without_a_section_is_refused(section, tmp_path):
     content = stored()
     del content[section]
-    with pytest.raises(FormatError, match=f"lacks `{section}`: delete it, or prune again"):
+    with pytest.raises(FormatError, match=f"lacks `{section}`. Delete it, or prune again"):
         load(content, tmp_path)
 
 
