@@ -25,6 +25,7 @@ _USER_ERRORS: tuple[Any, ...] = (
     ),
     OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
     SafetensorError,
+    UnicodeDecodeError,  # a configuration that is no text
 )
 """The errors that a user can correct; each is shown as a line, without a traceback."""
 

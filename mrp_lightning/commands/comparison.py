@@ -260,13 +260,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A command that converts a pruned model.
-
-    Attributes:
-        command: The name of the command.
-        out: The directory or file that the command writes.
-        options: The options of the command after the directory of the model.
-    """
+    """A command that converts a pruned model, the path that it writes, and its other options."""
 
     command: str
     out: Path
@@ -275,12 +269,10 @@ class Conversion:
     def check(self) -> None:
         """Raise a `FileExistsError` if the command would refuse its output, hours later."""
         overwrite = "--overwrite" in self.options
-        if self.out.suffix != ".gguf":
+        if self.command == "export":
             check_output_dir(self.out, overwrite=overwrite, argument="--pack")
         elif self.out.exists() and not overwrite:
-            raise FileExistsError(
-                f"{self.out} exists. Move it away, name another, or add `--overwrite`."
-            )
+            raise FileExistsError(f"{self.out} exists. Name another, or add `--overwrite`.")
 
     def convert(self, directory: Path) -> texts.Size:
         """Run the command; return the bytes of its files, and the speed if it runs here."""

@@ -38,17 +38,6 @@ class Parser(ArgumentParser):
         take_strings(self)
         return added
 
-    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse a command line and its files.
-
-        Raises:
-            OptionError: The command line or one of its files has a mistake.
-        """
-        try:
-            return super().parse_args(*args, **kwargs)
-        except UnicodeDecodeError as error:
-            raise OptionError(f"a file of the command line is no text in utf-8: {error}") from error
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise an `OptionError` with jsonargparse's message."""
         if not self.exit_on_error:  # an inner parser, whose outer parser reports

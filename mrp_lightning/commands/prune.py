@@ -66,7 +66,7 @@ def main(args: list[str]) -> None:
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.callbacks import PruningCallback
-    from mrp_lightning.commands.comparison import Conversion, prune_and_compare
+    from mrp_lightning.commands.comparison import prune_and_compare
     from mrp_lightning.records import evaluation
     from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.terminal import Console
@@ -78,7 +78,7 @@ def main(args: list[str]) -> None:
         parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):
-        conversions = [Conversion(*each) for each in _conversions(options, out)]
+        conversions = _conversions(options, out)
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
         callback = PruningCallback(
             save_dir=out,
@@ -133,19 +133,21 @@ def _settings(options: Namespace) -> "Settings":
     return Settings(**arguments)
 
 
-def _conversions(options: Namespace, out: Path) -> list[tuple[str, Path, list[str]]]:
-    """Return the commands that convert the result: name, output and other options."""
+def _conversions(options: Namespace, out: Path) -> list["Conversion"]:
+    """Return the commands that convert the result."""
+    from mrp_lightning.commands.comparison import Conversion
+
     again = ["--overwrite"] * options.overwrite
     conversions = []
     if options.pack or options.format:
         form = ["--format", options.format] if options.format else []
         packed = out.with_name(f"{out.name}-{options.format or 'packed'}")
-        conversions.append(("export", packed, [*form, *again]))
+        conversions.append(Conversion("export", packed, [*form, *again]))
     if options.gguf:
         if options.gguf.suffix != ".gguf":
             raise OptionError(f"expected a file that ends in .gguf. Got {options.gguf}.", "gguf")
         like = ["--like", options.model] if options.model.endswith(".gguf") else []
-        conversions.append(("gguf", options.gguf, [*like, *again]))
+        conversions.append(Conversion("gguf", options.gguf, [*like, *again]))
     return conversions
 
 
