@@ -144,19 +144,13 @@ class BlockTuner:
             # The loss of a step is ‖y − y_d‖² of its windows, in all processes, divided by the
             # energy ‖y_d‖² of an average batch, so that the learning rate has the same meaning for
             # every block.
-            # 1. Each process draws an order of its own windows, but all take the same number of
-            #    steps, some of them empty: the sum of gradients is collective.
-            # 2. Gradients are added, not averaged, since the divisor of the loss is of the whole
-            #    step: the number of processes changes nothing but rounding.
-            # 3. The schedule counts steps, and reaches 0 with the last one.
+            # Each process draws an order of its own windows, but all take the same number of steps,
+            # some of them empty: the sum of gradients is collective. The schedule counts steps, and
+            # reaches 0 with the last one.
             for epoch in range(1, self.tuning.epochs + 1):
                 order = torch.randperm(len(trained), generator=generator).tolist()
                 for parts in self._steps([trained[i] for i in order]):
-                    for part in parts:
-                        loss = self._errors(k, part)[0] / scale
-                        weights.add(self._gradients(loss, weights.parameters, name))
-                    for gradient in weights.gradients:
-                        self.processes.sum_(gradient)
+                    self._add_gradients(k, parts, weights, scale)
                     optimizer.step()
                     schedule.step()
                     weights.write()
@@ -184,6 +178,18 @@ class BlockTuner:
             seconds=time.perf_counter() - start,
         )
         return tuned, grid
+
+    def _add_gradients(
+        self, k: int, parts: Sequence[_Windows], weights: "_Tuned", scale: float
+    ) -> None:
+        """Set the gradients of a step: those of its error / `scale`, summed over all processes."""
+        for part in parts:
+            loss = self._errors(k, part)[0] / scale
+            weights.add(self._gradients(loss, weights.parameters, self.walk.blocks[k].name))
+        # Added, not averaged, since the divisor of the loss is of the whole step: the number of
+        # processes changes nothing but rounding.
+        for gradient in weights.gradients:
+            self.processes.sum_(gradient)
 
     def _of_first(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the first process, on the CPU."""

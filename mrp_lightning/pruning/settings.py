@@ -1,7 +1,8 @@
 """The settings of a pruning: its arguments, checked and parsed."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from mrp_ground.arguments import checked
@@ -18,7 +19,7 @@ _ALLOCATIONS = ("uniform", "output")
 TARGETS = ("own", "dense")
 
 _NAMES = ("targets", "ignore", "blocks")
-_NOT_WHOLE = (*("pattern", "allocation", "targets", "ignore", "blocks", "skip_indivisible"),)
+_NOT_WHOLE = ("pattern", "allocation", "targets", "ignore", "blocks", "skip_indivisible")
 """Settings that exclude `structure`, since they choose layers, or weights within a layer."""
 _OF_BLOCKS = (
     *("structure", "target", "allocation", "balance", "tuning", "targets", "ignore", "blocks"),
@@ -42,8 +43,10 @@ class Settings(PruningArguments):
             empty.
     """
 
-    recipe: Recipe = field(init=False, repr=False, compare=False)
-    """The parsed recipe of each layer, from the arguments that concern a single layer."""
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The parsed recipe of each layer, from the arguments that concern a single layer."""
+        return Recipe.parse(self)
 
     def __post_init__(self) -> None:
         if self.targets is not None and not as_patterns(self.targets):
@@ -53,21 +56,18 @@ class Settings(PruningArguments):
             )
         # One form of each value, so that equal settings have equal configs, on which the
         # fingerprint of a run depends: a name is a list of one, and no names are None.
-        for name in _NAMES:
-            object.__setattr__(self, name, as_patterns(getattr(self, name)) or None)
+        vars(self).update({name: as_patterns(getattr(self, name)) or None for name in _NAMES})
         # Before the recipe is parsed, whose errors would be about patterns: a structure takes none.
         if self.structure is not None:
             self._check_structure()
         # The checks after it compare the recipe with arguments that no single layer has.
-        recipe = Recipe.parse(self)
-        object.__setattr__(self, "recipe", recipe)
+        recipe = self.recipe
         if recipe.is_of_head_alone:
             self._check_head_alone()
         if self.pattern is not None:  # "2 : 4", too, is written as 2:4
-            object.__setattr__(self, "pattern", str(recipe.pattern))
+            vars(self).update(pattern=str(recipe.pattern))
         if recipe.grid is not None:  # a named grid implies them
-            object.__setattr__(self, "bits", recipe.grid.bits)
-            object.__setattr__(self, "group_size", recipe.grid.group_size)
+            vars(self).update(bits=recipe.grid.bits, group_size=recipe.grid.group_size)
         self._check_allocation()
         if self.balance and recipe.grid is None:
             raise OptionError(
@@ -190,7 +190,7 @@ class Settings(PruningArguments):
         """Return the settings as plain values, for reports; `from_config` is the inverse."""
         # `tuning` is written as its options, also where it is `True`: equal settings need equal
         # configs, by which a journal is resumed.
-        config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        config = {f.name: getattr(self, f.name) for f in fields(self)}
         config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
 

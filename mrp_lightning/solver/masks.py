@@ -63,7 +63,7 @@ class Magnitude(Mask):
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w|."""
         del inverse_blocks
-        return _known(_smallest(problem, problem.weight))
+        return _known(problem.select(_sizes(problem, problem.weight), 0))
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,8 @@ def smallest_of_blocks(problem: Problem) -> Tensor:
     return torch.cat([problem.select(scores[:, a:b], a) for a, b in blocks], dim=1)
 
 
-def _smallest(problem: Problem, weight: Tensor) -> Tensor:
-    """Mark the smallest weights (rows, columns) of the layer: bool, True = removed."""
-    return problem.select(_sizes(problem, weight), 0)
-
-
 def _sizes(problem: Problem, weight: Tensor) -> Tensor:
+    """Return |w| as scores (rows, columns), −1 for dead inputs."""
     sizes, inputs = weight.abs(), problem.inputs
     # Few layers have dead inputs, and the mask J asks at each of its steps.
     return sizes.masked_fill_(inputs.dead, -1) if inputs.dead_inputs else sizes
@@ -297,7 +293,7 @@ class _JointSearch:
 
     def __init__(self, problem: Problem, weight: Tensor, matrix: Tensor) -> None:
         self.problem, self.weight, self.matrix = problem, weight, matrix
-        self.pruned = _smallest(problem, weight)
+        self.pruned = problem.select(_sizes(problem, weight), 0)
         self.d = weight * ~self.pruned
         self.u, self.change = torch.zeros_like(weight), torch.zeros_like(weight)  # change: w − b
         rows, columns = weight.shape
@@ -352,7 +348,7 @@ class _JointSearch:
             torch.sub(w, d, out=b).add_(u).mul_(ratio).add_(change, alpha=1 - ratio)
             times_inverse(b, change)
             torch.sub(w, change, out=b).add_(u)  # b + u: the weights that the mask is taken from
-            pruned = _smallest(self.problem, b)
+            pruned = self.problem.select(_sizes(self.problem, b), 0)
             torch.mul(b, (~pruned).to(b.dtype), out=d)
             torch.sub(b, d, out=u)
         # Only the last step's mask is compared: a removal undone within one penalty is no change.

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,11 +97,9 @@ def prune_weight(
             1e-6, and 1e-4 for 16-bit weights, whose rounding alone adds about 1e-4 to the loss.
         bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
         group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
-        grid: The type of an engine: q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q8_0, iq4_nl or mxfp4
-            of llama.cpp, or int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of
-            compressed-tensors. It has its bits and its group size, which need not be given; columns
-            are in whole groups, for q3_k, q4_k and q5_k multiples of 256. Removed weights need a
-            code for zero, which iq4_nl lacks, and q4_1, q4_k, q5_1 and q5_k, which have minima.
+        grid: The type of an engine, such as q4_0 or int4-g64; `LayerSettings` lists all. It has its
+            bits and group size, which need not be given; columns are in whole groups, for q3_k,
+            q4_k and q5_k multiples of 256. iq4_nl and types with minima hold no removed weights.
 
     Returns:
         The pruned weight and its measures. The inputs are not modified.
@@ -195,7 +194,7 @@ def prune_together(
         _check_columns(task, inputs)
     # The bounds of rounding errors are those of full float32, whatever the caller allows elsewhere.
     with torch.inference_mode(False), torch.no_grad(), full_float32(inputs.hessian.device):
-        solved = [_remove(task, inputs, processes) for task in tasks]
+        solved = list(map(partial(_remove, inputs, processes), tasks))
         if solved[0].task.recipe.grid is not None:
             solved = _on_grid(solved)
         return [_solution(layer, processes) for layer in solved]
@@ -217,7 +216,7 @@ def _check_columns(task: LayerTask, inputs: InputHessian) -> None:
         )
 
 
-def _remove(task: LayerTask, inputs: InputHessian, processes: Processes) -> _Solved:
+def _remove(inputs: InputHessian, processes: Processes, task: LayerTask) -> _Solved:
     """Choose the weights to remove, and compensate for them."""
     recipe, method, dtype = task.recipe, task.recipe.method, task.weight.dtype
     problem = recipe.problem(task.weight, inputs, task.progress, processes)
