@@ -332,7 +332,7 @@ def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatc
         f"model.layers.0.{name}_proj"
         for name in ("self_attn.q", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
     }
-    assert {(row["bits"], row["sparsity"]) for row in report["layers"]} == {(4, 0.5)}
+    assert {(row["grid"]["bits"], row["sparsity"]) for row in report["layers"]} == {(4, 0.5)}
     size = Path("out-packed/model.safetensors").stat().st_size
     assert size < Path("out/model.safetensors").stat().st_size
     assert f"{size / 2**10:,.2f} KiB" in shown
