@@ -109,8 +109,10 @@ def main(args: Sequence[str]) -> None:
     rows = read_table(Path(evidence.table))
     failed = []
     for trial in waiting(evidence, sweep, rows)[: evidence.limit]:
-        peak = make_run(evidence, sweep, trial)
-        if peak is None:
+        status, peak = 0, 0  # of a run that existed
+        if not (sweep.directory(trial) / TRIAL).exists():
+            status, peak = run_alone(shlex.split(command_of(evidence, trial))[1:])
+        if status:
             failed.append(str(trial.directory))
             continue
         rows = with_run(rows, evidence, sweep, trial, peak)
@@ -151,15 +153,9 @@ def waiting(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> list[Trial]
 def key_of(trial: Trial) -> dict[str, str]:
     """Return the columns of a trial's row that name it."""
     model, _, text_name = trial.model.rpartition("-")
-    method = trial.label if trial.method else ""
-    seed = "" if trial.seed is None else str(trial.seed)
-    return {
-        "model": model,
-        "format": trial.setting,
-        "method": method,
-        "seed": seed,
-        "text": text_name,
-    }
+    method, seed = trial.label if trial.method else "", trial.seed
+    values = (model, trial.setting, method, "" if seed is None else str(seed), text_name)
+    return dict(zip(KEY, values, strict=False))
 
 
 def command_of(evidence: Evidence, trial: Trial) -> str:
@@ -168,19 +164,6 @@ def command_of(evidence: Evidence, trial: Trial) -> str:
     return shlex.join(
         ["python", "-m", "mrp_lightning", "sweep", *configs, "--only", str(trial.directory)]
     )
-
-
-def make_run(evidence: Evidence, sweep: Sweep, trial: Trial) -> int | None:
-    """Make the run of a trial in a process of its own.
-
-    Returns:
-        The peak of its resident memory in bytes; 0 for a run that existed; `None` if it failed.
-    """
-    if (sweep.directory(trial) / TRIAL).exists():
-        return 0
-    _, *arguments = shlex.split(command_of(evidence, trial))
-    status, peak = run_alone(arguments)
-    return peak if status == 0 else None
 
 
 def run_alone(arguments: Sequence[str]) -> tuple[int, int]:
