@@ -12,7 +12,7 @@ import torch
 
 from export.conversion.checkpoint import open_checkpoint
 from export.loading import load
-from export.report import write_card
+from export.report import _write_card
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -143,8 +143,15 @@ def test_a_checkpoint_from_a_url_runs_nothing(
 def test_the_name_of_a_class_becomes_no_code_in_a_card(checkpoint, tmp_path):
     directory = checkpoint(architectures=["LlamaForCausalLM\nimport os; os.mkdir('x')"])
     totals = {"packed_layers": 1, "packed_fraction": 0.5625}
-    report: Any = SimpleNamespace(format="packed", totals=totals, parity=None, exported_bytes=None)
-    write_card(open_checkpoint(directory), report, tmp_path)
+    report: Any = SimpleNamespace(
+        format="packed",
+        source=open_checkpoint(directory),
+        totals=totals,
+        parity=None,
+        exported_bytes=None,
+        head=None,
+    )
+    _write_card(report, tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "os.mkdir" not in card
     assert "from transformers import AutoModelForCausalLM" in card
