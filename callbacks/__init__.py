@@ -4,6 +4,7 @@ Use the long name if your project has a folder called `callbacks`.
 """
 
 from mrp_lightning.callbacks import (
+    KeepBest,
     KeepSparsity,
     MRPCallback,
     PruningCallback,
@@ -11,4 +12,11 @@ from mrp_lightning.callbacks import (
     SaveModel,
 )
 
-__all__ = ["KeepSparsity", "MRPCallback", "PruningCallback", "SaveEvaluation", "SaveModel"]
+__all__ = [
+    "KeepBest",
+    "KeepSparsity",
+    "MRPCallback",
+    "PruningCallback",
+    "SaveEvaluation",
+    "SaveModel",
+]

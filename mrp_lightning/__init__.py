@@ -25,6 +25,7 @@ from mrp_lightning.errors import (
 
 if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
+    from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.pruning.arguments import BlockTuning
@@ -44,6 +45,7 @@ __all__ = [
     "ColumnSolution",
     "DataError",
     "DependencyError",
+    "Distillation",
     "FormatError",
     "HessianAccumulator",
     "HessianError",
@@ -72,6 +74,7 @@ _LAZY = {
     "BlockTuning": "mrp_lightning.pruning.arguments",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",
+    "Distillation": "mrp_lightning.distillation.module",
     "HessianAccumulator": "mrp_lightning.solver.hessian",
     "LayerReport": "mrp_lightning.records.rows",
     "PruningReport": "mrp_lightning.records.report",

@@ -1,16 +1,19 @@
 """Train a pruned model without filling its zeros."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from mrp_lightning.distillation.kept_values import KeptValues, is_elementwise
 from mrp_lightning.errors import TargetError
-from mrp_lightning.loop.distributed import require_whole_parameters
+from mrp_lightning.loop.distributed import is_sharded_later, require_whole_parameters
 from mrp_lightning.targets.values import pruned_layers
 
 log = logging.getLogger(__name__)
@@ -21,19 +24,21 @@ class KeepSparsity(Callback):
 
     The weights that are zero when training starts, in every layer with at least 5% zeros, are
     exactly zero after each optimizer step, with any optimizer, gradient accumulation, mixed
-    precision and clipping. Their gradients are set to zero before clipping, so that they count
-    neither in the gradient's norm nor in the optimizer's moments. The pattern (2:4, 50%, any other)
-    follows from the zeros. The trained model can be packed like the pruned one.
+    precision, clipping and sharding by FSDP2. The pattern (2:4, 50%, any other) follows from the
+    zeros. The trained model can be packed like the pruned one.
 
-    This costs memory for one bool for each weight of the pruned layers, and one pass over these
-    weights and one over their gradients in each step.
+    An optimizer of torch that treats each entry by itself, such as AdamW, gets the kept weights
+    alone, in float32 (see `KeptValues`): its moments take that part of the memory. With others,
+    with float16 precision and with sharded weights, gradients of removed weights are set to zero
+    before clipping, and the weights after each step; this costs a bool for each weight of the
+    pruned layers, and a pass over these weights and one over their gradients.
 
     Attributes:
         removed: The number of weights that stay zero, by the name of their layer.
 
     Raises:
         TargetError: When training starts, no layer of the model is pruned.
-        StrategyError: The strategy shards the parameters (FSDP, DeepSpeed, tensor parallel).
+        StrategyError: The strategy shards the parameters in another way (FSDP1, DeepSpeed).
     """
 
     keeps_sparsity = True
@@ -43,15 +48,36 @@ class KeepSparsity(Callback):
         self.removed: dict[str, int] = {}
         self._pruned: list[tuple[nn.Parameter, Tensor]] = []
         self._hooks: list[Any] = []
+        self._values: list[KeptValues] = []
+        self._masks: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise a `StrategyError` before `fit` if a process holds only parts of the weights."""
-        if stage == "fit":
-            require_whole_parameters(trainer, type(self).__name__)
+        """Raise a `StrategyError` before `fit` if the way of sharding is unknown."""
+        if stage != "fit":
+            return
+        require_whole_parameters(trainer, type(self).__name__)
+        if is_sharded_later(trainer):  # then only parts of the weights are left in a process
+            self._masks = self._find(pl_module)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the zeros, and hook into every optimizer's step."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the zeros, and give the optimizers the kept weights: before states are resumed."""
         self._release()
+        masks, self._masks = self._masks or self._find(pl_module), {}
+        parameters = dict(pl_module.named_parameters())
+        pruned = {parameters[name]: _as_sharded(parameters[name], m) for name, m in masks.items()}
+        for optimizer in trainer.optimizers:
+            if _takes_kept_values(trainer, optimizer) and not _sharded(pruned):
+                kept = {parameter: ~mask for parameter, mask in pruned.items()}
+                self._values.append(KeptValues(optimizer, kept))
+            else:
+                self._pruned = list(pruned.items())
+                # The hook is on the optimizer and not on the batch: with accumulation there are
+                # batches without a step, and with several optimizers or manual optimisation
+                # several steps in one batch.
+                self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _find(self, pl_module: LightningModule) -> dict[str, Tensor]:
+        """Return the removed weights of the pruned layers, bool, by the name of the parameter."""
         layers = pruned_layers(pl_module)
         if not layers:
             raise TargetError(
@@ -62,21 +88,19 @@ class KeepSparsity(Callback):
         masks = {x.parameter: torch.zeros_like(x.parameter, dtype=torch.bool) for x in layers}
         for layer in layers:
             layer.arranged(masks[layer.parameter]).copy_(layer.view == 0)
-        self._pruned = list(masks.items())
         self.removed = {layer.name: int((layer.weight == 0).sum()) for layer in layers}
-        for optimizer in trainer.optimizers:
-            # The hook is on the optimizer and not on the batch: with accumulation there are batches
-            # without a step, and with several optimizers or manual optimisation several steps in
-            # one batch.
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        return {names[parameter]: mask for parameter, mask in masks.items()}
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Set the gradients of removed weights to zero, before clipping."""
+        """Move the gradients of kept weights, or set those of removed ones to zero; then clip."""
+        for values in self._values:
+            values.take_gradients()
         for parameter, pruned in self._pruned:
             if parameter.grad is not None:
-                parameter.grad.masked_fill_(pruned, 0)
+                _local(parameter.grad).masked_fill_(pruned, 0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the hooks from the optimizers."""
@@ -93,9 +117,34 @@ class KeepSparsity(Callback):
         # Zero gradients are not enough: a resumed optimizer may hold moments of removed weights,
         # and some optimizers, such as Muon, mix the entries of a matrix.
         for parameter, pruned in self._pruned:
-            parameter.masked_fill_(pruned, 0)
+            _local(parameter.detach()).masked_fill_(pruned, 0)
 
     def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._pruned = [], []
+        for values in self._values:
+            values.release()
+        self._hooks, self._pruned, self._values = [], [], []
+
+
+def _takes_kept_values(trainer: Trainer, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may get a vector of kept values in place of a parameter."""
+    # A gradient scaler unscales the gradients of the optimizer's parameters, before they are moved.
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is None and is_elementwise(optimizer) and not optimizer.state
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def _as_sharded(parameter: nn.Parameter, mask: Tensor) -> Tensor:
+    """Return this process's part of a mask, sharded as its parameter is."""
+    if not isinstance(parameter, DTensor):
+        return mask.to(parameter.device)
+    return distribute_tensor(mask, parameter.device_mesh, parameter.placements).to_local()

@@ -24,6 +24,10 @@ _OF_LIGHTNING = {
 
 _COMMANDS = {
     "prune": ("mrp_lightning.commands.prune", "prune a model, and compare it with the dense one"),
+    "distill": (
+        "mrp_lightning.commands.distill",
+        "train what a pruning kept to predict as the dense model",
+    ),
     "layers": (
         "mrp_lightning.commands.layers",
         "list what would be pruned in a model, and what would not",

@@ -83,7 +83,9 @@ class OwnText:
                 "every token. Write the text with the model in memory, on another machine if need "
                 "be, or name a text in `calibration` or `train_files`."
             )
-        models = list(language_models(module).values())
+        # A module of several models names the one that writes.
+        writer = getattr(module, "text_writer", None)
+        models = list(language_models(module).values()) if writer is None else [writer]
         return require_writer(models[0] if len(models) == 1 else None)
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:

@@ -12,7 +12,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
 from torch.distributed import is_initialized as has_group
@@ -74,12 +78,18 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
 
 
 def require_whole_parameters(trainer: Trainer, caller: str) -> None:
-    """Raise a `StrategyError` if a process holds only parts of the weights."""
-    if _shards(trainer.strategy):
+    """Raise a `StrategyError` if a process holds only parts of the weights, but for FSDP2."""
+    if _shards(trainer.strategy) and not is_sharded_later(trainer):
         raise StrategyError(
-            f"{caller} needs whole weights in each process. Got strategy "
-            f"{_name_of(trainer)!r}, which shards them. Use a single device or `strategy='ddp'`."
+            f"{caller} needs whole weights, or parameters that FSDP2 shards one by one. Got "
+            f"strategy {_name_of(trainer)!r}. Use `strategy='ddp'`, a single device, or "
+            "`ModelParallelStrategy`."
         )
+
+
+def is_sharded_later(trainer: Trainer) -> bool:
+    """Return whether the module shards its parameters by FSDP2, in `configure_model`."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def _shards(strategy: Any) -> bool:

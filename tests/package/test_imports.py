@@ -34,6 +34,7 @@ ORDER = {
         "pruning",
         "loop",
         "data",
+        "distillation",
         "callbacks",
         "commands",
         "experiments",

@@ -1,0 +1,103 @@
+"""Give a trained model the weights of its best step on held-out data."""
+
+import logging
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from mrp_ground.arguments import checked
+from mrp_lightning.errors import OptionError
+
+log = logging.getLogger(__name__)
+
+
+class KeepBest(Callback):
+    """Let `fit` end with the weights that had the least value of a metric in validation.
+
+    The start counts, too, where the trainer validates before training
+    (`num_sanity_val_steps=-1`): then no training makes a model worse on the held-out data. The
+    best weights of the trained parameters are kept in CPU memory, and in checkpoints, so that a
+    resumed `fit` knows them. Give it before `SaveModel`.
+
+    Args:
+        monitor: The logged name of the metric; less is better, and NaN is never best.
+
+    Attributes:
+        best: The least value; infinite before the first validation.
+        best_step: The number of optimizer steps before it.
+        figures: All metrics of that validation, by name.
+        figures_at_start: The metrics before training, `None` where they were not measured.
+
+    Raises:
+        OptionError: A validation did not log the metric.
+    """
+
+    @checked
+    def __init__(self, monitor: str = "val_kl") -> None:
+        self.monitor = monitor
+        self.best, self.best_step = math.inf, 0
+        self.figures: dict[str, float] = {}
+        self.figures_at_start: dict[str, float] | None = None
+        self._weights: dict[str, Tensor] = {}
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the start, if all of the held-out data was read."""
+        if trainer.num_sanity_val_steps == math.inf:
+            self._record(trainer, pl_module)
+            self.figures_at_start = self.figures
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the weights if they are better than all before."""
+        if trainer.training or trainer.validating:
+            self._record(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module its best weights."""
+        if not self._weights or self.best_step == trainer.global_step:
+            return
+        parameters = dict(pl_module.named_parameters())
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                parameters[name].copy_(weight)
+        rank_zero_info(
+            f"Kept the weights after step {self.best_step} of {trainer.global_step}, which have "
+            f"the least `{self.monitor}` ({self.best:.4g})."
+        )
+
+    def _record(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            raise OptionError(
+                f"no validation logged {self.monitor!r}; there are "
+                f"{', '.join(sorted(trainer.callback_metrics)) or 'none'}. Name one of these.",
+                "monitor",
+            )
+        if float(value) < self.best:
+            self.best, self.best_step = float(value), trainer.global_step
+            self.figures = {n: float(metric) for n, metric in trainer.callback_metrics.items()}
+            self._weights = {
+                name: parameter.detach().to("cpu", copy=True)
+                for name, parameter in pl_module.named_parameters()
+                if parameter.requires_grad
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best weights and their value."""
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "figures": self.figures,
+            "figures_at_start": self.figures_at_start,
+            "weights": self._weights,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best weights and their value."""
+        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        self.figures = state_dict["figures"]
+        self.figures_at_start = state_dict["figures_at_start"]
+        self._weights = state_dict["weights"]

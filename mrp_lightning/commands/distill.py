@@ -1,0 +1,211 @@
+"""`mrp-lightning distill RUN`: train what a pruning kept until it predicts as the dense model."""
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrp_lightning.commands.command import CommandParser, make_parser, number_from
+from mrp_lightning.errors import OptionError
+
+if TYPE_CHECKING:
+    from mrp_lightning.callbacks import KeepBest
+
+_DESCRIPTION = (
+    "Train the kept weights of a pruned model against its dense model, on text that the dense "
+    "model writes and on yours; the removed weights stay zero. The step that is best on held-out "
+    "text is saved, and an interrupted run goes on."
+)
+_VALIDATIONS = 8
+"""How often the held-out text is read in a run."""
+_OF_RUN = (
+    *("run", "teacher", "text", "tokens", "sequence_length", "batch_size", "learning_rate"),
+    *("seed", "precision", "text_column"),
+)
+"""The options that decide the result: an unfinished run of others is not gone on with."""
+
+
+def main(args: list[str]) -> None:
+    """Distil a pruned model, and print its divergence and perplexity before and after.
+
+    Raises:
+        OptionError: Options contradict each other, the run is on a grid of few bits, or an
+            unfinished run of other options is in the way; before a model is loaded.
+        FormatError: RUN has no report of a pruning that can be read.
+    """
+    parser = _parser()
+    options = parser.parse_args(args)
+    # Imported late, since help and mistakes need not wait for Lightning and transformers.
+    from mrp_lightning.records.report import NAME, PruningReport
+    from mrp_lightning.signals import interruptible, unclaimed_signals
+    from mrp_lightning.storage.files import output_path
+
+    run = output_path(options.run)
+    if not (run / NAME).is_file():
+        raise OptionError(f"expected the directory of a pruning, with {NAME}. Got {run}.", "RUN")
+    config = PruningReport.load(run / NAME).config
+    if config.get("bits") is not None or config.get("head_grid") is not None:
+        raise OptionError(
+            f"{run} is on a grid of few bits, which training would leave. Distil the pruning "
+            "without bits, and then put what is kept on the grid: `mrp-lightning prune "
+            "RUN-distilled --bits 4`.",
+            "RUN",
+        )
+    options.teacher = options.teacher or config.get("base_model")
+    if options.teacher is None:
+        raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")
+    options.out = output_path(options.out or run.with_name(f"{run.name}-distilled"))
+    with interruptible(unclaimed_signals(), at_once=True), parser.options_in_messages():
+        _distil(run, options)
+
+
+def _distil(run: Path, options: Namespace) -> None:
+    """Train, save and report."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from mrp_lightning import Distillation, Trainer
+    from mrp_lightning.callbacks import KeepBest, KeepSparsity, SaveModel
+    from mrp_lightning.distillation.text import DistillationText
+    from mrp_lightning.targets.values import pruned_layers
+
+    data = DistillationText(
+        options.text,
+        tokens=options.tokens,
+        sequence_length=options.sequence_length,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        **({"text_column": options.text_column} if options.text_column else {}),
+    )
+    steps = max(1, options.tokens // (options.sequence_length * options.batch_size))
+    unfinished = _unfinished(options)
+    module = Distillation(
+        run, options.teacher, dtype="float32", learning_rate=options.learning_rate
+    )
+    best = KeepBest()
+    save = SaveModel(options.out, dtype=_dtype_of(run), overwrite=options.overwrite)
+    callbacks: list[Any] = [best, save]
+    if pruned_layers(module.model):  # a narrower model has no zeros
+        callbacks.insert(0, KeepSparsity())
+    unfinished.mkdir(parents=True, exist_ok=True)
+    (unfinished / "options.json").write_text(json.dumps(_fingerprint(options)))
+    data.keep = unfinished / "windows.safetensors"
+    every = max(1, steps // _VALIDATIONS)
+    last = unfinished / "last.ckpt"
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator=options.accelerator,
+        precision=options.precision,
+        gradient_clip_val=1.0,
+        callbacks=[
+            *callbacks,
+            ModelCheckpoint(unfinished, filename="last", every_n_train_steps=every),
+        ],
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    started = time.perf_counter()
+    trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.is_file() else None)
+    _report(best, options, trainer.global_step, time.perf_counter() - started)
+    shutil.rmtree(unfinished)
+
+
+def _dtype_of(run: Path) -> str:
+    """Return the dtype of a checkpoint, in which the trained weights are stored, too."""
+    from mrp_lightning.models.loading import load_config
+
+    return str(load_config(str(run)).dtype or "float32").removeprefix("torch.")
+
+
+def _fingerprint(options: Namespace) -> dict[str, Any]:
+    """Return what decides the result of a run, as JSON reads it."""
+    values = {name: getattr(options, name) for name in _OF_RUN}
+    return json.loads(json.dumps(values, default=str))
+
+
+def _unfinished(options: Namespace) -> Path:
+    """Return the directory of the unfinished run: empty, absent, or of the same options."""
+    directory: Path = options.out.with_name(f".{options.out.name}.partial")
+    record = directory / "options.json"
+    if not record.is_file():
+        return directory
+    stored, wanted = json.loads(record.read_text()), _fingerprint(options)
+    if stored == wanted:
+        return directory
+    differing = [name for name in _OF_RUN if stored.get(name) != wanted[name]]
+    if not options.restart:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+        raise OptionError(
+            f"{directory} holds an unfinished distillation with another {listed}. Give the same "
+            "options to go on with it, `--restart` to begin afresh, or another `--out`."
+        )
+    shutil.rmtree(directory)
+    return directory
+
+
+def _report(best: "KeepBest", options: Namespace, steps: int, seconds: float) -> None:
+    """Print the figures of the held-out text before and after."""
+    from rich.table import Table
+
+    from mrp_lightning.commands.numbers import number, perplexity
+    from mrp_lightning.terminal import Console
+
+    table = Table()
+    for column in ("held-out text", "KL before", "after", "perplexity before", "after", "dense"):
+        table.add_column(column, justify="right")
+    start, end = best.figures_at_start or {}, best.figures
+    names = sorted(name.partition("/")[2] for name in end if name.startswith("val_kl"))
+    for name in [name for name in names if name] or [""]:
+        text = f"/{name}" if name else ""
+        table.add_row(
+            name or "all",
+            *(number(figures.get(f"val_kl{text}")) for figures in (start, end)),
+            *(perplexity(figures.get(f"perplexity{text}")) for figures in (start, end)),
+            perplexity(end.get(f"teacher{text}")),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    tokens = steps * options.sequence_length * options.batch_size
+    out = shlex.quote(str(options.out))
+    console.print(
+        f"{tokens:,} tokens in {steps} steps and {seconds:.0f} s; the weights are those after "
+        f"step {best.best_step}.\nThe model is in {options.out}. Next:\n"
+        f"  mrp-lightning export {out}",
+        soft_wrap=True,
+    )
+
+
+def _parser() -> CommandParser:
+    parser = make_parser("mrp-lightning distill", _DESCRIPTION)
+    option, number = parser.add_argument, number_from(1)
+    option("run", metavar="RUN", help="the directory of a pruned model")
+    option("--teacher", metavar="MODEL", help="the dense model (default: what RUN was pruned from)")
+    text = "files to train on in half of the steps, in the others text of the teacher's own "
+    text += "(default: all is its own); a tenth is held out"
+    option("--text", nargs="+", metavar="FILE", help=text)
+    option("--text-column", metavar="NAME", help="the key of the text in .jsonl files and tables")
+    text = "the number of tokens to train on (default: 200000)"
+    option("--tokens", type=number, default=200_000, metavar="N", help=text)
+    text = "tokens a window (default: 512)"
+    option("--sequence-length", type=number_from(2), default=512, metavar="N", help=text)
+    text = "windows a step (default: 2)"
+    option("--batch-size", type=number, default=2, metavar="N", help=text)
+    text = "the peak rate (default: 2e-4)"
+    option("--learning-rate", type=float, default=2e-4, metavar="RATE", help=text)
+    option("--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows")
+    text = "that of the products: 32-true (default), or bf16-mixed, faster where bfloat16 is"
+    option("--precision", default="32-true", choices=["32-true", "bf16-mixed"], help=text)
+    text = "the directory of the result (default: RUN-distilled)"
+    option("--out", type=Path, metavar="DIR", help=text)
+    text = "replace what this package wrote there before"
+    option("--overwrite", action="store_true", help=text)
+    text = "begin afresh where an unfinished run of other options could be gone on with"
+    option("--restart", action="store_true", help=text)
+    option("--accelerator", default="auto", help="cpu, gpu, mps or auto (default)")
+    return parser

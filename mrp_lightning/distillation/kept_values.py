@@ -1,0 +1,125 @@
+"""An optimizer of the kept values of parameters alone, in float32.
+
+A step of AdamW on a weight of which half is removed needs moments for the other half only, and a
+weight in bfloat16, whose eight significant bits would round most steps away, needs a copy in
+float32. Both are one thing: the optimizer gets a float32 vector of the values that are kept in
+place of the parameter, and the parameter gets these values back after each step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_KEY = "kept_values"
+"""The key of an optimizer's state for the values."""
+_ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"}
+    | {"Rprop", "SGD"}
+)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether a step changes each entry by its own gradients alone.
+
+    True for the optimizers of torch that do so; others may read a parameter as a matrix.
+    """
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A parameter, its kept entries (bool, of its shape; `None`: all), and the vector of these."""
+
+    parameter: nn.Parameter
+    kept: Tensor | None
+    values: nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, kept: Tensor | None) -> "_Part":
+        """Return the part with the parameter's present values."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        values = parameter.detach() if kept is None else parameter.detach()[kept]
+        return cls(parameter, kept, nn.Parameter(values.to(wide, copy=True)))
+
+    def take_gradient(self) -> None:
+        """Move the parameter's gradient to the values."""
+        gradient = self.parameter.grad
+        if gradient is not None:
+            gradient = gradient if self.kept is None else gradient[self.kept]
+            self.values.grad = gradient.to(self.values.dtype)
+            self.parameter.grad = None
+
+    def write(self) -> None:
+        """Copy the values to the parameter, rounded to its dtype."""
+        values = self.values.detach().to(self.parameter.dtype)
+        if self.kept is None:
+            self.parameter.detach().copy_(values)
+        else:
+            self.parameter.detach().masked_scatter_(self.kept, values)
+
+
+class KeptValues:
+    """The values that an optimizer trains in place of some of its parameters.
+
+    Entries that are not kept stay as they are, and have no moments. A checkpoint of the optimizer
+    holds the values, so that a resumed training does not depend on the parameters' rounding.
+
+    Args:
+        optimizer: An optimizer before its first step, for which `is_elementwise` is true. It steps
+            the values from now on, and the parameters after them.
+        kept: The entries to train of each parameter, bool of its shape; `None` for all.
+    """
+
+    def __init__(self, optimizer: Optimizer, kept: Mapping[nn.Parameter, Tensor | None]) -> None:
+        self._parts: list[_Part] = []
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter in kept:
+                    part = _Part.of(parameter, kept[parameter])
+                    group["params"][index] = part.values
+                    self._parts.append(part)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._write()),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._load),
+        ]
+
+    def take_gradients(self) -> None:
+        """Move the gradients of the parameters to the values: before clipping and each step."""
+        for part in self._parts:
+            part.take_gradient()
+
+    def release(self) -> None:
+        """Remove the hooks from the optimizer, which then changes the parameters no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._parts, self._hooks = [], []
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for part in self._parts:
+            part.write()
+
+    def _save(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        # Under one of Lightning's checkpoints of several owners of one optimizer, each has its own.
+        return {**state, _KEY: [*state.get(_KEY, ()), [p.values.detach() for p in self._parts]]}
+
+    def _load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if not state.get(_KEY):
+            return state
+        mine, *others = state[_KEY]
+        restore(self._parts, mine)
+        return {**state, _KEY: others}
+
+
+@torch.no_grad()
+def restore(parts: Sequence[_Part], values: Sequence[Tensor]) -> None:
+    """Set the values of parts, and the parameters by them."""
+    for part, stored in zip(parts, values, strict=True):
+        part.values.copy_(stored)
+        part.write()

@@ -1,0 +1,306 @@
+"""A pruned model that learns to predict as its dense model does, as a LightningModule."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from mrp_lightning.distillation.divergence import Predictor, divergence, token_figures
+from mrp_lightning.distillation.kept_values import KeptValues, is_elementwise
+from mrp_lightning.errors import OptionError
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.perplexity import MeanLoss, Perplexity
+from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
+from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.values import refuse_not_finite
+
+log = logging.getLogger(__name__)
+
+Source = str | os.PathLike[str] | nn.Module
+_LEAST_RATE = 0.05
+"""The fraction of the peak rate at which the schedule ends."""
+
+
+class Distillation(CausalLM):
+    """Train a pruned model (`fit`) to predict as its dense model: knowledge distillation.
+
+    The loss is the mean over all tokens, padding left out, of KL(p_teacher(·|x) ‖ p_student(·|x))
+    over the whole vocabulary: no labels are needed, and any text serves, also the teacher's own.
+    Head and loss run in chunks of tokens, so that no logits of a whole batch exist. The teacher's
+    weights stay as they are. The student's are trained but for embeddings and output head;
+    `callbacks.KeepSparsity` keeps its zeros, and halves the memory for the optimizer's moments.
+
+    `fit` and `validate` log `kl`, and `validate` the student's `perplexity`, too. `predict` and
+    `test` are those of `CausalLM` for the student.
+
+    Weights in 16 bits are trained by a float32 copy of what is trained of them. Float32 weights
+    with `Trainer(precision="bf16-mixed")` take no less memory, and are usual.
+
+    Args:
+        student: The pruned model: a directory, a hub id, a GGUF file, a `CausalLM` or a loaded
+            Hugging Face model.
+        teacher: The dense model, in one of these forms, with the student's vocabulary.
+        dtype: The precision of the student's weights, such as `float32`; `None` keeps the
+            checkpoint's.
+        teacher_dtype: That of the teacher's weights; `None` keeps the checkpoint's.
+        learning_rate: The peak of the AdamW schedule: linear warm-up, then a cosine down to a
+            twentieth.
+        warmup_steps: The number of optimizer steps until the peak.
+        weight_decay: The weight decay of the matrices.
+        train_embeddings: Whether embeddings and output head are trained, too.
+        gradient_checkpointing: Whether the activations of each block are computed again in the
+            backward pass, for a third more time and far less memory.
+        **options: `revision`, `trust_remote_code`, `tokenizer`, `attn_implementation` and
+            `gguf_file`, as of `CausalLM`, for the student.
+
+    Attributes:
+        student: The student, split before its head.
+        teacher: The teacher, likewise; no submodule, so that checkpoints do not hold it.
+
+    Raises:
+        OptionError: The two models have other vocabularies. `CausalLM` raises more.
+        TargetError: The student is on the grid of few bits, which training would leave.
+    """
+
+    def __init__(
+        self,
+        student: Source,
+        teacher: Source,
+        *,
+        dtype: str | torch.dtype | None = None,
+        teacher_dtype: str | torch.dtype | None = None,
+        learning_rate: float = 2e-4,
+        warmup_steps: int = 10,
+        weight_decay: float = 0.0,
+        train_embeddings: bool = False,
+        gradient_checkpointing: bool = False,
+        **options: Any,
+    ) -> None:
+        if isinstance(student, CausalLM):
+            options.setdefault("tokenizer", student.tokenizer)
+            student = student.model
+        super().__init__(
+            student,
+            dtype=dtype,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            **options,
+        )
+        dense = _dense_model(teacher, teacher_dtype, options.get("trust_remote_code", False))
+        _require_one_vocabulary(self.model, dense)
+        self.student = Predictor(self.model)
+        self.teacher = Predictor(dense.eval().requires_grad_(False))
+        self.train_embeddings = train_embeddings
+        self.gradient_checkpointing = gradient_checkpointing
+        self._values: list[KeptValues] = []
+        self._figures: dict[str, dict[str, MeanLoss]] = {}
+        self._texts_held = [""]
+        saved = dict(self.hparams)
+        saved["student"] = saved.pop("model")
+        self._hparams.clear()
+        self.save_hyperparameters(
+            {
+                **saved,
+                "teacher": dense.name_or_path or None,
+                "teacher_dtype": str(dense.dtype).removeprefix("torch."),
+                "train_embeddings": train_embeddings,
+                "gradient_checkpointing": gradient_checkpointing,
+            }
+        )
+
+    def configure_model(self) -> None:
+        """Shard both models by block where the strategy is `ModelParallelStrategy` (FSDP2).
+
+        Raises:
+            OptionError: Embeddings and head are to be trained, which are gathered as a whole.
+        """
+        mesh = self.device_mesh
+        if mesh is None or self._is_sharded:
+            return
+        if self.train_embeddings:
+            raise OptionError(
+                "it needs the whole output head in each process, which a sharded model has not. "
+                "Leave it out, or train with `strategy: ddp`.",
+                "train_embeddings",
+            )
+        from torch.distributed.fsdp import fully_shard
+
+        for model in (self.model, self.teacher.model):
+            for block in find_blocks(model):
+                fully_shard(block.module, mesh=mesh["data_parallel"])
+            fully_shard(model, mesh=mesh["data_parallel"])
+
+    @property
+    def text_writer(self) -> PreTrainedModel:
+        """The model that writes own text: the teacher."""
+        return self.teacher.model
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+
+    def setup(self, stage: str) -> None:
+        """Bring the teacher to the student's device, and choose the parameters to train.
+
+        Raises:
+            TargetError: Weights of one of the models are not finite.
+        """
+        super().setup(stage)
+        if stage not in ("fit", "validate"):
+            return
+        refuse_not_finite([], self.teacher.model.named_parameters())
+        teacher: nn.Module = self.teacher.model
+        teacher.to(self.trainer.strategy.root_device)
+        if stage == "validate":
+            return
+        self.model.requires_grad_(True)
+        if not self.train_embeddings:
+            for module in self._embeddings():
+                module.requires_grad_(False)
+        if self.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+
+    def _embeddings(self) -> list[nn.Module]:
+        """Return the embeddings of tokens and positions, and the output head."""
+        head = self.model.get_output_embeddings()
+        tables: list[nn.Module] = [
+            module for module in self.model.modules() if isinstance(module, nn.Embedding)
+        ]
+        return tables if head is None else [*tables, head]
+
+    def on_fit_start(self) -> None:
+        """Give the optimizer float32 values of the weights that have 16 bits."""
+        for optimizer in self.trainer.optimizers:
+            narrow = {
+                parameter: None
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.dtype in (torch.bfloat16, torch.float16)
+                and not isinstance(parameter, DTensor)
+            }
+            if narrow and is_elementwise(optimizer):
+                self._values.append(KeptValues(optimizer, narrow))
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Move the gradients to the float32 values, before they are clipped."""
+        for values in self._values:
+            values.take_gradients()
+
+    def on_fit_end(self) -> None:
+        """Release the optimizer."""
+        for values in self._values:
+            values.release()
+        self._values = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean divergence of a batch, and log it as `kl`.
+
+        If it is not finite in one of the processes, training ends before this step is taken.
+        """
+        ids, mask = split_batch(batch)
+        check_vocabulary(self.model, ids, "training")
+        result = divergence(self.student, self.teacher, ids, mask)
+        loss = result.kl / result.tokens
+        finite = bool(loss.detach().isfinite())
+        if not self.trainer.strategy.reduce_boolean_decision(finite, all=True):
+            log.error(
+                "The divergence of step %d is not finite: training ends, and what was best so far "
+                "is kept. Give a lower `learning_rate`, or `gradient_clip_val: 1.0`.",
+                self.global_step,
+            )
+            self.trainer.should_stop = True
+            return loss.new_zeros((), requires_grad=True)  # without an effect on any weight
+        self.log("kl", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the divergence of held-out data as `val_kl`, and the student's `perplexity`."""
+        ids, mask = split_batch(batch)
+        check_vocabulary(self.model, ids, "validation")
+        figures = token_figures(self.student, self.teacher, ids, mask)
+        tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+        predicted = tokens[:, 1:] & tokens[:, :-1]
+        if (wanted := to_predict(batch, ids)) is not None:
+            predicted = predicted & wanted[:, 1:]
+        for held_out in {"", self._texts_held[dataloader_idx]}:
+            sums = self._figures[held_out]
+            sums["val_kl"].update(figures.kl, tokens)
+            for name, losses in (("perplexity", figures.student), ("teacher", figures.teacher)):
+                sums[name].update(losses.masked_fill(~predicted, 0), predicted)
+
+    def on_validation_epoch_start(self) -> None:
+        """Reset the sums of all held-out data and, of several texts, of each."""
+        loaders = self.trainer.val_dataloaders
+        names = [f"/{name}" for name in loaders] if isinstance(loaders, Mapping) else [""]
+        self._texts_held = names if len(names) > 1 else [""]
+        self._figures = {
+            name: {
+                "val_kl": MeanLoss().to(self.device),
+                "perplexity": Perplexity().to(self.device),
+                "teacher": Perplexity().to(self.device),
+            }
+            for name in {"", *self._texts_held}
+        }
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all tokens of all processes; `val_kl/own` etc. of several texts."""
+        for text, sums in sorted(self._figures.items()):
+            for name, metric in sums.items():
+                self.log(
+                    f"{name}{text}", metric.compute().float(), prog_bar=f"{name}{text}" == "val_kl"
+                )
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with linear warm-up and a cosine down to a twentieth of the peak rate.
+
+        An unknown number of steps raises an OptionError.
+        """
+        configured = super().configure_optimizers()
+        optimizer, steps = configured["optimizer"], int(self.trainer.estimated_stepping_batches)
+
+        def rate(step: int) -> float:
+            """Return the fraction of the peak rate at a step."""
+            if step < self.warmup_steps:
+                return (step + 1) / (self.warmup_steps + 1)
+            part = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+            return _LEAST_RATE + (1 - _LEAST_RATE) * (1 + math.cos(math.pi * min(part, 1))) / 2
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the student's configuration and tokenizer; the teacher stays where it is."""
+        super().on_save_checkpoint(checkpoint)
+        saved = checkpoint["hyper_parameters"]
+        saved["student"] = saved.pop("model")
+
+
+def _dense_model(source: Source, dtype: Any, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the teacher's model."""
+    if isinstance(source, CausalLM):
+        return source.model
+    model: PreTrainedModel = CausalLM(
+        source, dtype=dtype, trust_remote_code=trust_remote_code
+    ).model
+    return model
+
+
+def _require_one_vocabulary(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Raise an OptionError if two models have vocabularies of other sizes."""
+    sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise OptionError(
+            f"its vocabulary has {sizes[1]} tokens, and the student's {sizes[0]}: their "
+            "predictions cannot be compared. Give the model that the student was pruned from.",
+            "teacher",
+        )

@@ -1,0 +1,195 @@
+"""The text of a distillation: windows that the teacher wrote and windows of given text."""
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from mrp_ground.arguments import checked
+from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.storage.files import move_durably
+from mrp_lightning.text.mixture import SELF, WindowSource, interleaved
+from mrp_lightning.text.sources import TextSource
+
+_Path = str | os.PathLike[str]
+_HELD_OUT = 10
+"""One of so many windows is held out."""
+_HELD, _TRAINED = "held-out", "trained"
+
+
+class DistillationText(TextDataModule):
+    """Windows to distil on: half written by the teacher, half of the text given.
+
+    A tenth of the windows is held out, of each text its own: `fit` validates on them by the name of
+    their text. Of files every tenth document is held out or, of fewer than 20, the end of each, so
+    that no held-out token is trained on; of text that the teacher writes, every tenth window.
+    `fit` goes on within an epoch where a checkpoint was saved.
+
+    Args:
+        train_files: Text files, as of `TextDataModule`.
+        calibration: The shares of the texts, as of `TextDataModule`. By default half of the windows
+            are the teacher's own text and half are of `train_files`, or all are the teacher's.
+        tokens: The number of tokens to draw, the held-out ones left out. `fit` passes over them
+            again if it takes more steps.
+        sequence_length: Tokens a window.
+        batch_size: Windows a batch.
+        seed: Seed of the draws and of their order.
+        keep: A safetensors file that keeps the windows: written after they are drawn, and read in
+            their place if it exists.
+        **options: `dataset`, `corpora_dir`, `text_column`, `bos` and `tokenizer`, as of
+            `TextDataModule`.
+
+    Raises:
+        OptionError: `tokens` is less than ten windows. `TextDataModule` raises more.
+    """
+
+    @checked
+    def __init__(
+        self,
+        train_files: Sequence[_Path] | _Path | None = None,
+        *,
+        calibration: dict[str, float] | str | None = None,
+        tokens: int = 200_000,
+        sequence_length: int = 512,
+        batch_size: int = 4,
+        seed: int = 0,
+        keep: _Path | None = None,
+        **options: Any,
+    ) -> None:
+        if tokens < _HELD_OUT * sequence_length:
+            raise OptionError(
+                f"expected at least ten windows, {_HELD_OUT * sequence_length} tokens. Got "
+                f"{tokens}.",
+                "tokens",
+            )
+        if calibration is None:
+            calibration = {SELF: 0.5, "train_files": 0.5} if train_files else SELF
+        super().__init__(
+            train_files,
+            calibration=calibration,
+            hold_out=bool(train_files),
+            num_samples=-(-tokens // sequence_length),
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=seed,
+            **options,
+        )
+        self.keep = None if keep is None else Path(keep)
+        self._windows: dict[str, Tensor] = {}
+
+    def setup(self, stage: str) -> None:
+        """Check the texts as for `predict`, whose windows they are, for `fit`, too."""
+        super().setup("predict" if stage in ("fit", "validate") else stage)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the windows that are not held out, in another order in every epoch."""
+        parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
+        windows: Any = interleaved(parts)
+        return _ResumedLoader(
+            windows, batch_size=self.batch_size, sampler=_Shuffled(len(windows), self.seed)
+        )
+
+    def val_dataloader(self) -> dict[str, DataLoader[Any]]:
+        """Return the held-out windows of each text, by its name."""
+        return {
+            name.removeprefix(f"{_HELD}/"): DataLoader(cast(Any, windows), self.batch_size)
+            for name, windows in self._drawn().items()
+            if name.startswith(_HELD)
+        }
+
+    def _drawn(self) -> dict[str, Tensor]:
+        """Return all windows by use and text, drawn once; a collective call of all processes."""
+        if not self._windows:
+            if self.keep is not None and self.keep.is_file():
+                self._windows = load_file(self.keep)
+            else:
+                self._windows = self._draw()
+                if self.keep is not None:
+                    _save(self._windows, self.keep)
+        return self._windows
+
+    def _draw(self) -> dict[str, Tensor]:
+        mixture, cutter = self._mixture(), self._cutter(self.bos)
+        windows: dict[str, Tensor] = {}
+        for name, count in mixture.counts(self.num_samples).items():
+            source = mixture.sources[name]
+            held = max(1, count // _HELD_OUT)
+            trained, evaluated = _split(source, name, cutter, count, held, self.seed)
+            text = "own" if name == SELF else "text" if name in ("", "train_files") else name
+            windows[f"{_TRAINED}/{text}"] = trained
+            windows[f"{_HELD}/{text}"] = evaluated
+        lengths = {window.shape[1] for window in windows.values()}
+        if len(lengths) > 1:
+            raise DataError(
+                "a text has fewer tokens than a window. Give more text, or shorter windows.",
+                "sequence_length",
+            )
+        return {name: window.contiguous() for name, window in windows.items()}
+
+
+def _split(
+    source: WindowSource, name: str, cutter: Any, count: int, held: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return `count` windows to train on and at most `held` to evaluate on."""
+    if isinstance(source, TextSource) and name == "train_files":
+        return source.draw(cutter, count, seed), source.windows(cutter, "validation", held).ids
+    drawn = source.draw(cutter, count + held, seed)
+    is_held = torch.zeros(len(drawn), dtype=torch.bool)
+    is_held[:: max(1, len(drawn) // held)] = True
+    return drawn[~is_held], drawn[is_held][:held]
+
+
+@rank_zero_only
+def _save(windows: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file, which appears when it is complete."""
+    part = file.with_name(f".{file.name}.part")
+    save_file(windows, part)
+    move_durably(part, file)
+
+
+class _Shuffled(Sampler[int]):
+    """The order of an epoch, by the seed and the epoch's number alone."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.seed, self.epoch = length, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the epoch; Lightning calls it before each."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return iter(torch.randperm(self.length, generator=generator).tolist())
+
+
+class _ResumedLoader(DataLoader[Any]):
+    """A loader that goes on in the middle of an epoch: Lightning keeps its `state_dict`."""
+
+    _batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches of the epoch that were read."""
+        return {"batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch behind the batches that were read."""
+        self._batches = state["batches"]
+
+    def __iter__(self) -> Any:
+        skipped, total = self._batches, len(self)
+        self._batches = skipped = 0 if skipped >= total else skipped
+        for batch in islice(super().__iter__(), skipped, None):
+            self._batches += 1
+            yield batch
+        self._batches = 0

@@ -1,0 +1,194 @@
+"""Distillation in a trainer: what is trained, what is logged, resumed and refused."""
+
+import copy
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from callbacks import KeepBest, KeepSparsity, MRPCallback, SaveModel
+from mrp_lightning import CausalLM, Distillation, OptionError, Trainer
+from mrp_lightning.distillation.text import DistillationText
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.targets.values import pruned_layers
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+@pytest.fixture(scope="module")
+def windows():
+    """Text that the embedded model knows: its own package's source, in windows of 64 tokens."""
+    from mrp_lightning import TextDataModule
+
+    data = TextDataModule(sequence_length=64, num_samples=168, tokenizer=STDLIB_LLAMA)
+    return data.calibration_windows()
+
+
+@pytest.fixture
+def pair(windows):
+    """The embedded model without 60% of its weights by magnitude, and as it is."""
+    dense = CausalLM(STDLIB_LLAMA, dtype="float32")
+    student = copy.deepcopy(dense)
+    prune = MRPCallback(sparsity=0.6, method="magnitude")
+    loader = DataLoader(windows[:4], batch_size=4)
+    Trainer(**QUIET).predict(student, loader, callbacks=[prune])
+    return student, dense
+
+
+def loader(windows, batch_size=4):
+    return DataLoader(windows, batch_size=batch_size)
+
+
+def test_the_divergence_halves_and_zeros_stay(pair, windows, tmp_path):
+    student, dense = pair
+    zeros = {layer.name: layer.weight == 0 for layer in pruned_layers(student.model)}
+    teacher = {name: p.clone() for name, p in dense.model.named_parameters()}
+    module = Distillation(student, dense, learning_rate=1e-3, warmup_steps=2)
+    embeddings = module.model.get_input_embeddings().weight.clone()
+    trainer = Trainer(max_steps=40, callbacks=[KeepSparsity()], gradient_clip_val=1.0, **QUIET)
+    (start,) = trainer.validate(module, loader(windows[160:]), verbose=False)
+    trainer.fit(module, loader(windows[:160]))
+    (end,) = trainer.validate(module, loader(windows[160:]), verbose=False)
+    assert end["val_kl"] < 0.6 * start["val_kl"]
+    excess = [figures["perplexity"] - figures["teacher"] for figures in (start, end)]
+    assert 0 < excess[1] < excess[0] / 2
+    for layer in pruned_layers(module.model):
+        assert torch.equal(layer.weight == 0, zeros[layer.name])
+    assert torch.equal(module.model.get_input_embeddings().weight, embeddings)
+    for name, parameter in dense.model.named_parameters():
+        assert torch.equal(parameter, teacher[name])
+
+
+def test_weights_of_16_bits_learn_by_their_float32_values(pair, windows):
+    """bfloat16 alone would round away steps of 1e-5; the optimizer's values keep them."""
+    student, dense = pair
+    module = Distillation(student, dense, dtype="bfloat16", learning_rate=1e-5, warmup_steps=0)
+    start = {name: p.clone() for name, p in module.model.named_parameters()}
+    trainer = Trainer(max_steps=10, callbacks=[KeepSparsity()], **QUIET)
+    trainer.fit(module, loader(windows[:40]))
+    values = [v for group in trainer.optimizers[0].param_groups for v in group["params"]]
+    trained = {n for n, p in module.model.named_parameters() if p.requires_grad}
+    assert values
+    assert all(value.dtype == torch.float32 for value in values)
+    assert any(
+        not torch.equal(p, start[n]) for n, p in module.model.named_parameters() if n in trained
+    )
+
+
+def test_moments_hold_the_kept_weights_alone(pair, windows):
+    student, dense = pair
+    kept = sum(int((layer.weight != 0).sum()) for layer in pruned_layers(student.model))
+    module = Distillation(student, dense)
+    trainer = Trainer(max_steps=1, callbacks=[KeepSparsity()], **QUIET)
+    trainer.fit(module, loader(windows[:4]))
+    state = trainer.optimizers[0].state
+    in_layers = {id(layer.parameter) for layer in pruned_layers(module.model)}
+    others = sum(
+        p.numel() for p in module.model.parameters() if p.requires_grad and id(p) not in in_layers
+    )
+    assert sum(each["exp_avg"].numel() for each in state.values()) == kept + others
+
+
+def own_text(**options):
+    return DistillationText(tokens=640, sequence_length=32, batch_size=4, seed=1, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_training_ends_with_the_same_bits(pair, tmp_path, dtype):
+    """Killed in the middle of the second epoch, and of the accumulation of gradients' epoch."""
+    student, dense = pair
+
+    class Save(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    def run(*callbacks, ckpt_path=None):
+        module = Distillation(copy.deepcopy(student), dense, dtype=dtype, warmup_steps=2)
+        trainer = lightning.Trainer(
+            max_steps=9, callbacks=[KeepSparsity(), KeepBest(), *callbacks], **QUIET
+        )
+        data = own_text(keep=tmp_path / "windows.safetensors")
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return module.model.state_dict()
+
+    whole = run(Save())
+    resumed = run(ckpt_path=tmp_path / "half.ckpt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_the_teacher_writes_and_a_tenth_is_held_out(pair, tmp_path):
+    """The windows do not depend on the student, and texts are validated by name."""
+    student, dense = pair
+    file = tmp_path / "code.py"
+    file.write_text("\n".join(f"def f{n}(x):\n    return x + {n}" for n in range(2000)))
+
+    def windows(student):
+        data = own_text(train_files=file)
+        module = Distillation(student, dense)
+        trainer = Trainer(max_steps=1, num_sanity_val_steps=-1, **QUIET)
+        trainer.fit(module, datamodule=data)
+        return data._drawn()
+
+    one, other = windows(copy.deepcopy(student)), windows(copy.deepcopy(dense))
+    assert {name: len(w) for name, w in one.items()} == {
+        **{"trained/own": 10, "held-out/own": 1, "trained/text": 10, "held-out/text": 1}
+    }
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    trained = {tuple(w.tolist()) for w in one["trained/own"]}
+    assert tuple(one["held-out/own"][0].tolist()) not in trained
+
+
+def test_no_result_is_worse_than_its_start(pair, windows):
+    student, dense = pair
+    module = Distillation(student, dense, learning_rate=1.0, warmup_steps=0)  # far too much
+    start = {name: p.clone() for name, p in module.model.named_parameters()}
+    best = KeepBest()
+    trainer = Trainer(
+        max_steps=2, callbacks=[KeepSparsity(), best], num_sanity_val_steps=-1, **QUIET
+    )
+    trainer.fit(module, loader(windows[:8]), loader(windows[160:]))
+    assert best.best_step == 0
+    assert best.best == best.figures_at_start["val_kl"]
+    assert all(torch.equal(p, start[name]) for name, p in module.model.named_parameters())
+
+
+def test_it_is_saved_as_a_pruned_model(windows, tmp_path):
+    prune = MRPCallback(pattern="2:4", method="wanda", save_dir=tmp_path / "pruned")
+    Trainer(**QUIET).predict(CausalLM(STDLIB_LLAMA), loader(windows[:4]), callbacks=[prune])
+    module = Distillation(str(tmp_path / "pruned"), str(STDLIB_LLAMA), dtype="float32")
+    save = SaveModel(tmp_path / "distilled", dtype="bfloat16")
+    Trainer(max_steps=2, callbacks=[KeepSparsity(), save], **QUIET).fit(module, loader(windows[:8]))
+    assert (tmp_path / "distilled" / "pruning_report.json").is_file()
+    again = CausalLM(tmp_path / "distilled")
+    assert len(pruned_layers(again.model)) == len(prune.report.layers)
+
+
+def test_a_divergence_that_is_not_finite_ends_training(pair, windows, caplog):
+    student, dense = pair
+    module = Distillation(student, dense)
+    start = {name: p.clone() for name, p in module.model.named_parameters()}
+    trainer = Trainer(max_steps=4, callbacks=[KeepSparsity()], **QUIET)
+
+    class Break(lightning.pytorch.Callback):
+        def on_train_start(self, trainer, module):
+            head = module.student.logits
+            module.student.logits = lambda hidden: head(hidden) * float("nan")
+
+    trainer.callbacks.append(Break())
+    trainer.fit(module, loader(windows[:16]))
+    assert "is not finite" in caplog.text
+    assert all(torch.equal(p, start[n]) for n, p in module.model.named_parameters())
+
+
+def test_another_vocabulary_is_refused(pair, build):
+    with pytest.raises(OptionError, match=r"`teacher`: its vocabulary has 64 tokens"):
+        Distillation(pair[0], build("llama"))

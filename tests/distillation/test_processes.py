@@ -1,0 +1,48 @@
+"""Two processes on the CPU, whole (ddp) or sharded (FSDP2), against one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+WORKER = Path(__file__).parent / "worker.py"
+
+
+@pytest.fixture(scope="module")
+def models(tiny_llama, tmp_path_factory):
+    """A random LLaMA, and the same with every second column of its layers removed."""
+    directory = tmp_path_factory.mktemp("pair")
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype="float32")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter[:, ::2] = 0
+    model.save_pretrained(directory / "pruned")
+    return str(tiny_llama), str(directory / "pruned")
+
+
+def distilled(models, out, strategy, devices):
+    command = [sys.executable, str(WORKER), *models, str(out), strategy, str(devices)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return load_file(out)
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory):
+    return distilled(models, tmp_path_factory.mktemp("one") / "one.safetensors", "one", 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_give_what_one_gives(models, alone, tmp_path, strategy):
+    together = distilled(models, tmp_path / "two.safetensors", strategy, 2)
+    dense = load_file(Path(models[0]) / "model.safetensors")
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, rtol=0, atol=1e-12)
+        if "proj" in name:
+            assert not together[name][:, ::2].any()
+            assert not torch.equal(weight.float(), dense[name.removeprefix("base.")].float())
