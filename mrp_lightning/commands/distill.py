@@ -67,9 +67,10 @@ def _distil(run: Path, options: Namespace) -> None:
     """Train, save and report."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from mrp_lightning import Distillation, Trainer
     from mrp_lightning.callbacks import KeepBest, KeepSparsity, SaveModel
+    from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.distillation.text import DistillationText
+    from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.targets.values import pruned_layers
 
     data = DistillationText(
