@@ -273,9 +273,7 @@ def test_a_run_that_is_ended_leaves_nothing(sent, status, said, llama):
     process.send_signal(sent)
     lines = process.communicate(timeout=60)[1].splitlines(keepends=True)
     # torch and torchao write further lines where they are loaded.
-    assert [line for line in lines if line.strip() in ("interrupted", "terminated")] == (
-        [said] if said else []
-    )
+    assert [line for line in lines if line.startswith("interrupted")] == ([said] if said else [])
     assert not any("Traceback" in line for line in lines)
     assert process.returncode == status
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
