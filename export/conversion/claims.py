@@ -87,12 +87,12 @@ class Claims:
         if not file.is_file():
             return cls()
         report = PruningReport.load(file)
-        recipe, structure = report.recipe, report.config.get("structure")
-        groups = recipe.pattern if isinstance(recipe.pattern, SemiStructured) else None
+        amount, structure = report.amount, report.config.get("structure")
+        groups = amount.pattern if isinstance(amount.pattern, SemiStructured) else None
         is_narrow = structure is not None  # removed columns no longer exist, so there are no zeros
         layers = {
             row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
             for row in report.pruned
-            if row.sparsity is not None or recipe.head_grid is None  # the head has no sparsity
+            if row.sparsity is not None or amount.head_grid is None  # the head has no sparsity
         }
-        return cls(layers, structure, recipe.grid, recipe.head_grid)
+        return cls(layers, structure, amount.grid, amount.head_grid)

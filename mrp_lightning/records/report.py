@@ -14,7 +14,8 @@ from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.records.rows import BlockReport, LayerReport, mean_relative_loss
-from mrp_lightning.solver.recipe import LayerSettings, Recipe
+from mrp_lightning.solver.amount import Amount
+from mrp_lightning.solver.arguments import LayerSettings
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.targets.blocks import listed
@@ -31,14 +32,14 @@ def _readable(config: dict[str, Any]) -> dict[str, Any]:
     """Return the `config` of a file; raise a ValueError if readers would refuse it later."""
     if not isinstance(config.get("method"), str):
         raise ValueError("`method` is missing, or is no string")
-    _recipe(config)
+    _amount(config)
     return config
 
 
-def _recipe(config: Mapping[str, Any]) -> Recipe:
+def _amount(config: Mapping[str, Any]) -> Amount:
     keys = ("sparsity", "pattern", "bits", "group_size", "grid", "head_grid")
     amount = {key: config[key] for key in keys if config.get(key) is not None}
-    return Recipe.parse(LayerSettings(method="magnitude", **amount))
+    return Amount.parse(LayerSettings(method=config["method"], **amount))
 
 
 @dataclass
@@ -132,15 +133,13 @@ class PruningReport:
         return sum(loss for loss, _ in losses), sum(loss * share for loss, share in losses)
 
     @property
-    def recipe(self) -> Recipe:
-        """Return a recipe with the pattern and the grid of `config`, to compare weights with.
-
-        Weights do not show their method: the recipe has magnitude, which every pattern allows.
+    def amount(self) -> Amount:
+        """The pattern and the grid of `config`, to compare weights with.
 
         Raises:
             ArgumentError: No run has such a pattern or grid.
         """
-        return _recipe(self.config)
+        return _amount(self.config)
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from mrp_lightning.solver.problem import Quality
-from mrp_lightning.solver.recipe import Recipe
+if TYPE_CHECKING:
+    from mrp_lightning.solver.problem import Quality
+    from mrp_lightning.solver.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +141,8 @@ class LayerReport:
     @classmethod
     def of(
         cls,
-        quality: Quality,
-        recipe: Recipe,
+        quality: "Quality",
+        recipe: "Recipe",
         *,
         name: str,
         shape: Sequence[int],

@@ -11,9 +11,10 @@ from torch import Tensor
 from mrp_ground.arguments import is_count, is_number
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.arguments import GROUP_SIZE, method_parts
+from mrp_lightning.solver.amount import Amount
 from mrp_lightning.solver.arguments import NAMED as NAMED
 from mrp_lightning.solver.arguments import LayerSettings as LayerSettings
+from mrp_lightning.solver.arguments import method_parts
 from mrp_lightning.solver.compensations import (
     ColumnSweep,
     Compensation,
@@ -21,10 +22,9 @@ from mrp_lightning.solver.compensations import (
     NoCompensation,
     SweptCompensation,
 )
-from mrp_lightning.solver.grid import GRIDS, Grid, grid_named, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
-from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
+from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem
 
 MASKS: dict[str, Mask] = {
@@ -71,18 +71,15 @@ _MOST_DAMPING = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Amount):
     """The parsed `LayerSettings`. `Recipe.of` makes one from the arguments themselves.
 
     Attributes:
-        pattern: The number and the positions of the weights to remove.
         method: The mask and the compensation.
         block_size: Number of columns chosen together, a multiple of M for N:M patterns; None for
             all. Masks that are chosen at once for the whole layer ignore it.
         damping: Fraction of the mean of the Hessian's diagonal that is added to the diagonal,
             finite and ≥ 0; above 10 it gives a `NumericalWarning`.
-        grid: The values that kept weights can have; None for all.
-        head_grid: The values that the weights of the output head can have; None leaves it as it is.
 
     Raises:
         MethodError: The mask does not exist for the pattern.
@@ -90,12 +87,9 @@ class Recipe:
         OptionError: `block_size` or `damping` is out of range.
     """
 
-    pattern: Pattern
     method: Method
     block_size: int | None
     damping: float
-    grid: Grid | None = None
-    head_grid: Grid | None = None
 
     def __post_init__(self) -> None:
         self.method.mask.check(self.pattern)
@@ -144,18 +138,11 @@ class Recipe:
             MethodError: There is no such method, or not for this pattern.
             OptionError: Another setting is out of range, or contradicts the others.
         """
-        is_sparse = settings.sparsity is not None or settings.pattern is not None
-        grid = _grid(settings, holds_zeros=is_sparse)
-        of_head = settings.head_grid
-        head_grid = None if of_head is None else grid_named(of_head, "head_grid")
-        is_dense = not is_sparse and (grid is not None or head_grid is not None)
         return cls(
-            pattern=Dense() if is_dense else make_pattern(settings.sparsity, settings.pattern),
+            **vars(Amount.parse(settings)),
             method=parse_method(settings.method, tolerance=settings.tolerance),
             block_size=settings.block_size,
             damping=settings.damping,
-            grid=grid,
-            head_grid=head_grid,
         )
 
     @property
@@ -204,39 +191,3 @@ class Recipe:
         if self.block_size is None or not self.method.mask.by_block:
             return columns
         return min(self.block_size, columns)
-
-
-def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
-    """Return the grid of the kept weights, or `None`; removed ones are zeros if `holds_zeros`."""
-    name, bits, group_size = settings.grid, settings.bits, settings.group_size
-    if name is not None:
-        grid = grid_named(name)
-        # A default group size cannot be distinguished from the same number as an argument, so that
-        # it contradicts no grid.
-        stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
-        contradictions = [
-            f"`{argument}` {value!r}"
-            for argument, value in stated.items()
-            if value not in (None, getattr(grid, argument))
-        ]
-        if contradictions:
-            raise OptionError(
-                f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
-                f"{' and '.join(contradictions)}. Leave out one or the other."
-            )
-        if holds_zeros and not grid.holds_zero:
-            raise OptionError(
-                f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
-                f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
-                "give `bits` in place of `grid`, or leave out `sparsity` and `pattern`."
-            )
-        return grid
-    if bits is not None:
-        # A bitmask stores which weights are removed, so that none of the codes needs to be zero.
-        # Without a bitmask, zero is the best value of many a weight, and needs a code.
-        return grid_of_bits(bits, group_size, zero_has_a_code=not holds_zeros)
-    if group_size != GROUP_SIZE:
-        raise OptionError(
-            f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it out."
-        )
-    return None

@@ -1,0 +1,76 @@
+"""The amount of a pruning: which weights may remain, and which values they may have."""
+
+from dataclasses import dataclass
+
+from mrp_lightning.errors import OptionError
+from mrp_lightning.solver.arguments import GROUP_SIZE, LayerSettings
+from mrp_lightning.solver.grid import GRIDS, Grid, grid_named, grid_of_bits
+from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """What weights show of a pruning, whatever its method.
+
+    Attributes:
+        pattern: The number and the positions of the weights to remove.
+        grid: The values that kept weights can have; None for all.
+        head_grid: The values that the weights of the output head can have; None leaves it as it is.
+    """
+
+    pattern: Pattern
+    grid: Grid | None = None
+    head_grid: Grid | None = None
+
+    @classmethod
+    def parse(cls, settings: LayerSettings) -> "Amount":
+        """Parse the settings of a layer, but for its method.
+
+        Raises:
+            PatternError: `sparsity` or `pattern` is malformed, both are given, or neither without
+                a grid.
+            OptionError: Bits or a grid are out of range, or contradict each other or the pattern.
+        """
+        is_sparse = settings.sparsity is not None or settings.pattern is not None
+        grid = _grid(settings, holds_zeros=is_sparse)
+        of_head = settings.head_grid
+        head_grid = None if of_head is None else grid_named(of_head, "head_grid")
+        is_dense = not is_sparse and (grid is not None or head_grid is not None)
+        pattern = Dense() if is_dense else make_pattern(settings.sparsity, settings.pattern)
+        return Amount(pattern=pattern, grid=grid, head_grid=head_grid)
+
+
+def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
+    """Return the grid of the kept weights, or `None`; removed ones are zeros if `holds_zeros`."""
+    name, bits, group_size = settings.grid, settings.bits, settings.group_size
+    if name is not None:
+        grid = grid_named(name)
+        # A default group size cannot be distinguished from the same number as an argument, so that
+        # it contradicts no grid.
+        stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
+        contradictions = [
+            f"`{argument}` {value!r}"
+            for argument, value in stated.items()
+            if value not in (None, getattr(grid, argument))
+        ]
+        if contradictions:
+            raise OptionError(
+                f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
+                f"{' and '.join(contradictions)}. Leave out one or the other."
+            )
+        if holds_zeros and not grid.holds_zero:
+            raise OptionError(
+                f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
+                f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
+                "give `bits` in place of `grid`, or leave out `sparsity` and `pattern`."
+            )
+        return grid
+    if bits is not None:
+        # A bitmask stores which weights are removed, so that none of the codes needs to be zero.
+        # Without a bitmask, zero is the best value of many a weight, and needs a code.
+        return grid_of_bits(bits, group_size, zero_has_a_code=not holds_zeros)
+    if group_size != GROUP_SIZE:
+        raise OptionError(
+            f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it out."
+        )
+    return None
