@@ -158,7 +158,7 @@ def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch, own, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model=./absent"], "`MODEL`: there is no directory ./absent"),
+        (["--model=./absent"], "`model`: there is no directory ./absent"),
         (["--model=."], "holds no config.json"),
         ([f"--model={STDLIB_LLAMA}", "--include-path=./absent"], "`--include-path`"),
         ([f"--model={STDLIB_LLAMA}", "--out=absent/all.json"], "`--out`: expected a file in a d"),
