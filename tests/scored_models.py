@@ -1,4 +1,4 @@
-"""Models with made up perplexities, for the tests of tables and claims."""
+"""Models with made up perplexities, for the tests of tables."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def models(
     for trial, values in perplexities.items():
         runs = []
         for seed, value in enumerate(values):
-            finished = FinishedTrial(Trial.from_dict({**trial.to_dict(), "seed": seed}), "", {})
+            finished = FinishedTrial(Trial.from_dict({**trial.to_dict(), "seed": seed}), "", {}, {})
             evaluation = Evaluation(perplexity={of: {"perplexity": value, "context": context}})
             runs.append(RunDirectory(Path(), "", None, evaluation, finished=finished))
         groups.append(RunGroup(runs, trial.label))

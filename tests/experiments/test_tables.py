@@ -49,7 +49,7 @@ def test_zero_shot_results_are_named_and_averaged_as_in_the_paper(tmp_path):
 
 def finish(directory: Path, seed: int, **found: Any) -> RunDirectory:
     """A run of a sweep, and what was found about it."""
-    FinishedTrial(Trial("m", "2:4", "SM", 128, seed), "a machine", {}).save(directory)
+    FinishedTrial(Trial("m", "2:4", "SM", 128, seed), "a machine", {}, {}).save(directory)
     PruningReport({"method": "SM", "pattern": "2:4"}, complete=True).save(directory)
     record(directory, **found)
     return read_run(directory, directory.name)
