@@ -152,7 +152,7 @@ def make_parser(prog: str, description: str) -> CommandParser:
 
 
 def add_model_options(parser: CommandParser) -> None:
-    """Add MODEL, or `--model` in its place, and the options for reading it."""
+    """Add the argument MODEL, its other form `--model`, and the options for reading the model."""
     parser.takes_model = True
     option = parser.add_argument
     option("model", nargs="?", metavar="MODEL", help="a model directory, hub id or GGUF file")

@@ -51,8 +51,8 @@ def main(args: list[str]) -> None:
     if config.get("bits") is not None or config.get("head_grid") is not None:
         raise OptionError(
             f"{run} is on a grid of few bits, which training would leave. Distil the pruning "
-            "without bits, and then put what is kept on the grid: `mrp-lightning prune "
-            "RUN-distilled --bits 4`.",
+            "without bits, and then put what is kept on the grid, with the pattern or sparsity of "
+            "the pruning: `mrp-lightning prune RUN-distilled --pattern 2:4 --bits 4`.",
             "RUN",
         )
     options.teacher = options.teacher or config.get("base_model")
@@ -103,7 +103,12 @@ def _distil(run: Path, options: Namespace) -> None:
         gradient_clip_val=1.0,
         callbacks=[
             *callbacks,
-            ModelCheckpoint(unfinished, filename="last", every_n_train_steps=every),
+            ModelCheckpoint(
+                unfinished,
+                filename=last.stem,
+                every_n_train_steps=every,
+                enable_version_counter=False,
+            ),
         ],
         val_check_interval=every,
         check_val_every_n_epoch=None,

@@ -6,7 +6,7 @@ float32. Both are one thing: the optimizer gets a float32 vector of the values t
 place of the parameter, and the parameter gets these values back after each step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,20 +106,16 @@ class KeptValues:
             part.write()
 
     def _save(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        # Under one of Lightning's checkpoints of several owners of one optimizer, each has its own.
+        # A list: several objects may each own some parameters of one optimizer, and load in the
+        # order in which they saved.
         return {**state, _KEY: [*state.get(_KEY, ()), [p.values.detach() for p in self._parts]]}
 
     def _load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if not state.get(_KEY):
             return state
-        mine, *others = state[_KEY]
-        restore(self._parts, mine)
-        return {**state, _KEY: others}
-
-
-@torch.no_grad()
-def restore(parts: Sequence[_Part], values: Sequence[Tensor]) -> None:
-    """Set the values of parts, and the parameters by them."""
-    for part, stored in zip(parts, values, strict=True):
-        part.values.copy_(stored)
-        part.write()
+        values, *of_others = state[_KEY]
+        with torch.no_grad():
+            for part, stored in zip(self._parts, values, strict=True):
+                part.values.copy_(stored)
+                part.write()
+        return {**state, _KEY: of_others}

@@ -40,8 +40,8 @@ class Distillation(CausalLM):
     `fit` and `validate` log `kl`, and `validate` the student's `perplexity`, too. `predict` and
     `test` are those of `CausalLM` for the student.
 
-    Weights in 16 bits are trained by a float32 copy of what is trained of them. Float32 weights
-    with `Trainer(precision="bf16-mixed")` take no less memory, and are usual.
+    Of weights in 16 bits the optimizer has a float32 copy, since their rounding would undo small
+    steps.
 
     Args:
         student: The pruned model: a directory, a hub id, a GGUF file, a `CausalLM` or a loaded
@@ -66,7 +66,7 @@ class Distillation(CausalLM):
 
     Raises:
         OptionError: The two models have other vocabularies. `CausalLM` raises more.
-        TargetError: The student is on the grid of few bits, which training would leave.
+        TargetError: As of `CausalLM`.
     """
 
     def __init__(

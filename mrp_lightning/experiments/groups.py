@@ -224,9 +224,9 @@ def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
         (first.perplexity, second.perplexity, ("windows",)),
         (first.zeroshot, second.zeroshot, ("samples", "num_fewshot")),
     ]
-    for ours, theirs, sizes in kinds:
-        for name in ours.keys() & theirs.keys():
-            pair = ours[name], theirs[name]
+    for scores, others, sizes in kinds:
+        for name in scores.keys() & others.keys():
+            pair = scores[name], others[name]
             if any(pair[0].get(size) != pair[1].get(size) for size in sizes):
                 continue
             if len({of["checksum"] for of in pair if of.get("checksum") is not None}) > 1:

@@ -323,7 +323,7 @@ class Run:
                 )
 
     def prune(self, job: Job) -> PrunedModule:
-        """Prune the module in place, and make the report, also after an error.
+        """Prune the module in place; `report` is set even if that fails.
 
         `prune_model` lists the errors.
 

@@ -10,7 +10,7 @@ from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """What weights show of a pruning, whatever its method.
+    """The pattern and the grids of a pruning, which its weights show whatever the method.
 
     Attributes:
         pattern: The number and the positions of the weights to remove.

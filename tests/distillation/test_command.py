@@ -1,0 +1,112 @@
+"""`mrp-lightning distill`: from a pruned directory to a better one, also after an interruption."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrp_lightning.commands.main import main
+from mrp_lightning.distillation.module import Distillation
+
+SMALL = ["--tokens=640", "--sequence-length=32", "--batch-size=4", "--accelerator=cpu"]
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny_llama, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("distill") / "half"
+    prune = ["prune", str(tiny_llama), "--pattern=2:4", "--num-samples=4", "--sequence-length=32"]
+    main([*prune, "--eval-samples=2", "--accelerator=cpu", f"--out={directory}"])
+    return directory
+
+
+@pytest.fixture
+def run(pruned, tmp_path):
+    return Path(shutil.copytree(pruned, tmp_path / "half"))
+
+
+def weights(directory):
+    return AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+def test_it_keeps_the_zeros_and_says_what_changed(run, capsys):
+    main(["distill", str(run), *SMALL])
+    out = run.with_name("half-distilled")
+    before, after = weights(run), weights(out)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    assert not any("embed" in name for name in changed)
+    for name, weight in before.items():
+        if "proj" in name:
+            assert not after[name][weight == 0].any()
+    assert (out / "pruning_report.json").is_file()
+    shown = capsys.readouterr().out
+    assert "640 tokens in 5 steps" in shown
+    assert f"mrp-lightning export {out}" in shown.replace("\n", "")
+    assert [path.name for path in run.parent.iterdir() if "partial" in path.name] == []
+
+
+def test_bits_come_after_it_and_keep_the_zeros(run, tmp_path):
+    """With the pattern of the pruning, whose removed weights are the cheapest to remove again."""
+    main(["distill", str(run), *SMALL])
+    distilled, out = run.with_name("half-distilled"), tmp_path / "grid"
+    prune = ["prune", str(distilled), "--pattern=2:4", "--bits=4", "--num-samples=4"]
+    main([*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", f"--out={out}"])
+    before, after = weights(distilled), weights(out)
+    for name in before:
+        if "proj" in name:
+            assert not after[name][before[name] == 0].any()
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(run, monkeypatch):
+    main(["distill", str(run), *SMALL, "--tokens=1280", "--out", str(run.with_name("whole"))])
+    step = Distillation.training_step
+
+    def interrupted(self, batch, batch_idx):
+        if self.global_step == 7:
+            raise RuntimeError("the power is gone")
+        return step(self, batch, batch_idx)
+
+    again = ["distill", str(run), *SMALL, "--tokens=1280", "--out", str(run.with_name("resumed"))]
+    monkeypatch.setattr(Distillation, "training_step", interrupted)
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        main(again)
+    monkeypatch.setattr(Distillation, "training_step", step)
+    taken = []
+    monkeypatch.setattr(
+        Distillation,
+        "training_step",
+        lambda self, batch, i: (taken.append(self.global_step), step(self, batch, i))[1],
+    )
+    main(again)
+    assert 0 < len(taken) < 10  # it went on
+    one, other = weights(run.with_name("whole")), weights(run.with_name("resumed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def refusal(args, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["distill", *args])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
+    assert "expected the directory of a pruning" in refusal([str(tiny_llama)], capsys)
+    assert "expected at least ten windows" in refusal([str(run), "--tokens=99"], capsys)
+    report = json.loads((run / "pruning_report.json").read_text())
+    report["config"]["bits"] = 4
+    (run / "pruning_report.json").write_text(json.dumps(report))
+    assert "on a grid of few bits" in refusal([str(run), *SMALL], capsys)
+    assert sorted(path.name for path in run.parent.iterdir()) == ["half"]
+
+
+def test_an_unfinished_run_of_other_options_is_named(run, capsys):
+    directory = run.with_name(".half-distilled.partial")
+    directory.mkdir()
+    (directory / "options.json").write_text(json.dumps({"tokens": 1}))
+    assert "an unfinished distillation with another" in refusal([str(run), *SMALL], capsys)
+    main(["distill", str(run), *SMALL, "--restart"])
+    assert run.with_name("half-distilled").is_dir()
