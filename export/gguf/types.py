@@ -2,7 +2,7 @@
 
 A type with codes and scales holds a weight exactly if reading the file, and casting to the
 checkpoint's dtype, returns the same bits. Codes follow from the parameters that the pruning kept;
-without them, codes and scales are recovered from the weight (`Grid.fit`). Quantising again would
+without them, codes and scales are recovered from the weight (`fit_groups`). Quantising again would
 change them, since gguf's own quantisers choose other scales.
 """
 

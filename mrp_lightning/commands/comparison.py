@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -282,7 +282,7 @@ class Conversion:
         files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
         num_bytes = sum(file.stat().st_size for file in files)
         try:
-            return measure(None, CausalLM(str(self.out)))._replace(num_bytes=num_bytes)
+            return replace(measure(None, CausalLM(str(self.out))), num_bytes=num_bytes)
         except ArgumentError:  # a format that only other engines run
             return texts.Size(num_bytes, None)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
@@ -25,7 +25,8 @@ _LEAST_REMOVED = 0.001
 """The fraction of removed weights below which a pruning has no benefit."""
 
 
-class Size(NamedTuple):
+@dataclass(frozen=True)
+class Size:
     """The bytes of a model, and milliseconds a generated token, `None` if it generates none."""
 
     num_bytes: int
@@ -94,7 +95,7 @@ def table(
         # Zeros cost as much as other weights, so that the times of both models differ only by other
         # work on the machine.
         times = [size.ms_a_token for size in sizes if size.ms_a_token is not None]
-        sizes = [size._replace(ms_a_token=min(times, default=None)) for size in sizes]
+        sizes = [replace(size, ms_a_token=min(times, default=None)) for size in sizes]
     if "cosine" in dense:
         measures = ["mean cosine of outputs", ""]
         values = [["1", ""], [f"{pruned['cosine']:.4f}", ""]]

@@ -103,12 +103,9 @@ class Distillation(CausalLM):
         self._values: list[KeptValues] = []
         self._figures: dict[str, dict[str, MeanLoss]] = {}
         self._texts_held = [""]
-        saved = dict(self.hparams)
-        saved["student"] = saved.pop("model")
-        self._hparams.clear()
+        self.hparams["student"] = self.hparams.pop("model")
         self.save_hyperparameters(
             {
-                **saved,
                 "teacher": dense.name_or_path or None,
                 "teacher_dtype": str(dense.dtype).removeprefix("torch."),
                 "train_embeddings": train_embeddings,

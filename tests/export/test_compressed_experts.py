@@ -75,7 +75,7 @@ def test_experts_are_packed_one_by_one_and_transformers_stacks_them(kind, pruned
     assert "32 layers in 4 bits" in shown  # two blocks of four projections and four experts of 3
     assert "transformers loaded it here" in shown
     assert "with the package compressed-tensors and the same logits. vLLM" in shown
-    assert "vLLM and SGLang, which read this format, were not tried here" in shown
+    assert "vLLM and SGLang, which read this format, were not tried." in shown
     assert torch.equal(logits(out), logits(run))
     block, gate, down = IN_FILES[kind]
     stored = load_file(out / "model.safetensors")
@@ -125,7 +125,7 @@ def test_gptq_names_experts_that_stay_dense(pruned, capsys):
     out, settings = export(run, form="gptq")
     shown = capsys.readouterr().out
     assert f"16 pruned layers with {2 * 4 * 3 * 128 * 64:,} weights stay in 16 bits" in shown
-    assert "were not tried here" in shown
+    assert "vLLM and SGLang, which read this format, were not tried." in shown
     stored = load_file(out / "model.safetensors")
     expert = "model.layers.0.block_sparse_moe.experts.1.w1"
     assert f"{expert}.weight" in stored

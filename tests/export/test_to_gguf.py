@@ -16,10 +16,11 @@ import gguf
 from gguf.quants import dequantize
 from gguf_files import write
 
+from export.gguf import types
 from export.gguf.types import encode
 from mrp_lightning.errors import FormatError
 from mrp_lightning.records.grid_file import NAME
-from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters
+from mrp_lightning.solver.grid import GRIDS, GridParameters
 
 
 @pytest.fixture
@@ -336,14 +337,14 @@ def test_a_run_with_units_is_exact_in_its_type(
     """
     run = quantised(tmp_path, tiny_llama, grid="q3_k", tuning=True)
     if not keeps_scales:
-        (run / NAME).unlink()  # as in runs of earlier versions
-    fit, searched = Grid.fit, []
+        (run / NAME).unlink()
+    fit, searched = types.fit_groups, []
 
     def spy(grid, weight, known=None):
         searched.append(len(weight))
         return fit(grid, weight, known)
 
-    monkeypatch.setattr(Grid, "fit", spy)
+    monkeypatch.setattr(types, "fit_groups", spy)
     main([str(run)])
     assert (max(searched) <= 4) == keeps_scales
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
