@@ -3,8 +3,6 @@
 import math
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -12,9 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     get_cosine_schedule_with_warmup,
 )
@@ -24,134 +20,14 @@ from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.loop.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
-from mrp_lightning.models.gguf import located
+from mrp_lightning.models.causal import load_causal
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.models.loading import (
-    as_dtype,
-    find_tokenizer,
-    load_model,
-    load_tokenizer,
-    make_config,
     tokenizer_files,
     tokenizer_from_files,
-    warn_of_rounding,
 )
-from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.values import pruned_layers, refuse_not_finite
-from mrp_lightning.upstream.torch_names import uncompiled
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ModelSource:
-    """The arguments of `CausalLM` that determine its model and tokenizer, and their loading."""
-
-    model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
-    dtype: str | torch.dtype | None
-    revision: str | None
-    trust_remote_code: bool
-    gguf_file: str | None
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
-    attn_implementation: str | None
-    streaming: bool
-
-    @cached_property
-    def location(self) -> str | None:
-        """The directory, hub id or GGUF file of the model; `None` if it has no files."""
-        if isinstance(self.model, str | os.PathLike):
-            return located(os.fspath(self.model), self.gguf_file, self.revision)
-        if self.gguf_file is not None:
-            raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
-        return None
-
-    def load_model(self) -> tuple[Any, StreamedBlocks | None]:
-        """Return the Hugging Face model, and its blocks that stay in files; `None` if none do."""
-        dtype, options = as_dtype(self.dtype), dict[str, Any]()
-        if self.attn_implementation:
-            options["attn_implementation"] = self.attn_implementation
-        if self.location is not None:
-            options |= self._hub
-            model, streamed = (
-                load_streamed(self.location, dtype, _blocks_by_name, **options)
-                if self.streaming
-                else (load_model(self.location, dtype, **options), None)
-            )
-            if dtype is None:  # else the rounding was asked for
-                warn_of_rounding(model)
-            return model, streamed
-        if self.streaming:
-            raise OptionError(
-                "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
-            )
-        source: Any = self.model
-        if isinstance(source, dict | PreTrainedConfig):
-            config = make_config(source) if isinstance(source, dict) else source
-            # Random weights have no precision of a checkpoint to keep.
-            options["dtype"] = dtype or torch.float32
-            return AutoModelForCausalLM.from_config(config, **options), None
-        if not isinstance(self.model, PreTrainedModel):
-            raise TypeError(
-                "`model` must be a path, a hub id, a transformers configuration or a transformers "
-                f"model. Got {type(source).__name__}; {_next_step(source)}"
-            )
-        if self.model.config.is_encoder_decoder:
-            raise TargetError(
-                f"`model`: a {type(self.model).__name__} reads two texts, by its encoder and its "
-                "decoder, and a CausalLM gives it one. Prune the model itself, with batches of "
-                "`input_ids` and `decoder_input_ids`: `Trainer.predict(model, loader, "
-                "callbacks=[…])`."
-            )
-        empty = [name for name, p in self.model.named_parameters() if p.is_meta]
-        if empty and len(empty) == len(list(self.model.parameters())):  # `make_plan` lists some
-            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-            raise TargetError(
-                f"`model` is on the meta device, without values: {', '.join(empty[:3])}{more}. "
-                "Load it with `from_pretrained`, or give its path, with `streaming=True` if it is "
-                "larger than memory."
-            )
-        if self.revision is not None:
-            raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")
-        if self.attn_implementation:
-            # After all checks, since it changes the caller's model.
-            source.set_attn_implementation(self.attn_implementation)
-        return source if dtype is None else source.to(dtype), None
-
-    def load_tokenizer(self, model: Any) -> Any:
-        """Return the tokenizer of the arguments, else the one stored with the model, if any."""
-        if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer, **self._hub)
-        location = self.location or model.name_or_path
-        return find_tokenizer(location, **self._hub) if location else None
-
-    def hyperparameters(self, model: Any) -> dict[str, Any]:
-        """Return the arguments by which the model of a checkpoint can be rebuilt.
-
-        `trust_remote_code` is left out: a checkpoint must not be able to ask for it.
-        """
-        tokenizer = self.tokenizer
-        if isinstance(tokenizer, PreTrainedTokenizerBase):
-            tokenizer = tokenizer.name_or_path
-        return {
-            "model": self.location or model.config.to_dict(),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "revision": self.revision,
-            "tokenizer": os.fspath(tokenizer) if tokenizer else None,
-            "attn_implementation": self.attn_implementation,
-            "streaming": self.streaming,
-        }
-
-    @property
-    def _hub(self) -> dict[str, Any]:
-        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-
-
-def _next_step(module: Any) -> str:
-    """Return the next step for a module that is no model of transformers, for the message."""
-    if isinstance(uncompiled(module), PreTrainedModel):
-        return "give the model before `torch.compile`, which is `model._orig_mod`."
-    if callable(getattr(module, "merge_and_unload", None)):
-        return "give `model.merge_and_unload()`, which has the adapters in its weights."
-    return "another module needs its own LightningModule, with a `predict_step` that calls it."
 
 
 def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -242,18 +118,15 @@ class CausalLM(LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        source = _ModelSource(
-            model=model,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            gguf_file=gguf_file,
-            tokenizer=tokenizer,
-            attn_implementation=attn_implementation,
-            streaming=streaming,
-        )
-        self.model, self.streamed = source.load_model()
-        self.tokenizer = source.load_tokenizer(self.model)
+        # Of a checkpoint: `trust_remote_code` is left out, which a checkpoint must not ask for.
+        rebuilt = {
+            "revision": revision,
+            "attn_implementation": attn_implementation,
+            "streaming": streaming,
+        }
+        hub = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
+        loaded = load_causal(model, tokenizer, _blocks_by_name, dtype=dtype, **hub, **rebuilt)
+        self.model, self.tokenizer, self.streamed = loaded.model, loaded.tokenizer, loaded.streamed
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps
         self.offload = offload
@@ -263,7 +136,10 @@ class CausalLM(LightningModule):
         self._is_causal = False  # as far as known
         self.save_hyperparameters(
             {
-                **source.hyperparameters(self.model),
+                **rebuilt,
+                "model": loaded.source,
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "tokenizer": loaded.tokenizer_source,
                 "offload": offload,
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
