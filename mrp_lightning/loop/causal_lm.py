@@ -118,14 +118,22 @@ class CausalLM(LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        # Of a checkpoint: `trust_remote_code` is left out, which a checkpoint must not ask for.
-        rebuilt = {
+        # The hyper-parameters of a Lightning checkpoint. `trust_remote_code` is none of them: a
+        # checkpoint must not be able to ask for it.
+        rebuilt: dict[str, Any] = {
             "revision": revision,
             "attn_implementation": attn_implementation,
             "streaming": streaming,
         }
-        hub = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
-        loaded = load_causal(model, tokenizer, _blocks_by_name, dtype=dtype, **hub, **rebuilt)
+        loaded = load_causal(
+            model,
+            tokenizer,
+            _blocks_by_name,
+            dtype=dtype,
+            gguf_file=gguf_file,
+            trust_remote_code=trust_remote_code,
+            **rebuilt,
+        )
         self.model, self.tokenizer, self.streamed = loaded.model, loaded.tokenizer, loaded.streamed
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps

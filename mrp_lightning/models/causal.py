@@ -56,9 +56,7 @@ def load_causal(
     streaming: bool,
     **hub: Any,
 ) -> Loaded:
-    """Load a causal language model and its tokenizer.
-
-    `CausalLM` lists the errors.
+    """Load a causal language model and its tokenizer; `CausalLM` lists the errors.
 
     Args:
         model: A directory, hub id or GGUF file, a configuration, or a loaded model.
