@@ -26,6 +26,7 @@ from mrp_lightning.errors import (
 if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
     from mrp_lightning.distillation.module import Distillation
+    from mrp_lightning.distillation.text import DistillationText
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.pruning.arguments import BlockTuning
@@ -46,6 +47,7 @@ __all__ = [
     "DataError",
     "DependencyError",
     "Distillation",
+    "DistillationText",
     "FormatError",
     "HessianAccumulator",
     "HessianError",
@@ -75,6 +77,7 @@ _LAZY = {
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.solver.columns",
     "Distillation": "mrp_lightning.distillation.module",
+    "DistillationText": "mrp_lightning.distillation.text",
     "HessianAccumulator": "mrp_lightning.solver.hessian",
     "LayerReport": "mrp_lightning.records.rows",
     "PruningReport": "mrp_lightning.records.report",

@@ -4,8 +4,8 @@ import json
 import shlex
 import shutil
 import sys
-import time
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +13,17 @@ from mrp_lightning.commands.command import CommandParser, make_parser, number_fr
 from mrp_lightning.errors import OptionError
 
 if TYPE_CHECKING:
-    from mrp_lightning.callbacks import KeepBest
+    from mrp_lightning.commands.distillation import Distilled
 
 _DESCRIPTION = (
     "Train the kept weights of a pruned model against its dense model, on text that the dense "
     "model writes and on yours; the removed weights stay zero. The step that is best on held-out "
     "text is saved, and an interrupted run goes on."
 )
-_VALIDATIONS = 8
-"""How often the held-out text is read in a run."""
+_OWN = "self"
 _OF_RUN = (
     *("run", "teacher", "text", "tokens", "sequence_length", "batch_size", "learning_rate"),
-    *("seed", "precision", "text_column"),
+    *("seed", "dtype", "precision", "text_column"),
 )
 """The options that decide the result: an unfinished run of others is not gone on with."""
 
@@ -47,7 +46,8 @@ def main(args: list[str]) -> None:
     run = output_path(options.run)
     if not (run / NAME).is_file():
         raise OptionError(f"expected the directory of a pruning, with {NAME}. Got {run}.", "RUN")
-    config = PruningReport.load(run / NAME).config
+    report = PruningReport.load(run / NAME)
+    config = report.config
     if config.get("bits") is not None or config.get("head_grid") is not None:
         raise OptionError(
             f"{run} is on a grid of few bits, which training would leave. Distil the pruning "
@@ -58,21 +58,40 @@ def main(args: list[str]) -> None:
     options.teacher = options.teacher or config.get("base_model")
     if options.teacher is None:
         raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")
+    options.text = _text_of(options, report.provenance.get("data") or {})
     options.out = output_path(options.out or run.with_name(f"{run.name}-distilled"))
     with interruptible(unclaimed_signals(), at_once=True), parser.options_in_messages():
         _distil(run, options)
 
 
+def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
+    """Return the files of the option or, without it, of the pruning; `None` for own text alone.
+
+    Raises:
+        OptionError: The pruning's files are gone.
+    """
+    if options.text is not None:
+        return None if options.text == [_OWN] else options.text
+    files: list[str] | None = data.get("files")
+    gone = [file for file in files or [] if not Path(file).exists()]
+    if gone:
+        raise OptionError(
+            f"the text of the pruning is gone: {', '.join(gone)}. Give files, or `--text {_OWN}`, "
+            "with which all text is the teacher's own.",
+            "text",
+        )
+    return files or None
+
+
 def _distil(run: Path, options: Namespace) -> None:
     """Train, save and report."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from mrp_lightning.callbacks import KeepBest, KeepSparsity, SaveModel
+    from mrp_lightning.commands.distillation import distil, needed_memory
     from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.distillation.text import DistillationText
-    from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.targets.values import pruned_layers
+    from mrp_lightning.storage.outputs import check_output_dir
+    from mrp_lightning.terminal import Console
 
+    console = Console(width=None if sys.stdout.isatty() else 100)
     data = DistillationText(
         options.text,
         tokens=options.tokens,
@@ -81,45 +100,33 @@ def _distil(run: Path, options: Namespace) -> None:
         seed=options.seed,
         **({"text_column": options.text_column} if options.text_column else {}),
     )
-    steps = max(1, options.tokens // (options.sequence_length * options.batch_size))
+    check_output_dir(options.out, overwrite=options.overwrite, argument="--out")
     unfinished = _unfinished(options)
+    console.print(f"Loading {run} and {options.teacher} …")
     module = Distillation(
-        run, options.teacher, dtype="float32", learning_rate=options.learning_rate
+        run, options.teacher, dtype=options.dtype, learning_rate=options.learning_rate
     )
-    best = KeepBest()
-    save = SaveModel(options.out, dtype=_dtype_of(run), overwrite=options.overwrite)
-    callbacks: list[Any] = [best, save]
-    if pruned_layers(module.model):  # a narrower model has no zeros
-        callbacks.insert(0, KeepSparsity())
+    own = "text that the teacher writes"
+    text = f"half {own}, half {', '.join(map(str, options.text))}" if options.text else own
+    memory = needed_memory(module, options.batch_size * options.sequence_length)
+    console.print(
+        f"{data.steps} steps of {options.batch_size} windows of {options.sequence_length} tokens: "
+        f"{text}. Training needs about {memory / 2**30:.1f} GiB beside the two models. If it is "
+        "interrupted, the same command goes on where it was."
+    )
     unfinished.mkdir(parents=True, exist_ok=True)
     (unfinished / "options.json").write_text(json.dumps(_fingerprint(options)))
-    data.keep = unfinished / "windows.safetensors"
-    every = max(1, steps // _VALIDATIONS)
-    last = unfinished / "last.ckpt"
-    trainer = Trainer(
-        max_steps=steps,
-        accelerator=options.accelerator,
+    result = distil(
+        module,
+        data,
+        options.out,
+        dtype=_dtype_of(run),
+        overwrite=options.overwrite,
+        unfinished=unfinished,
         precision=options.precision,
-        gradient_clip_val=1.0,
-        callbacks=[
-            *callbacks,
-            ModelCheckpoint(
-                unfinished,
-                filename=last.stem,
-                every_n_train_steps=every,
-                enable_version_counter=False,
-            ),
-        ],
-        val_check_interval=every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=-1,
-        enable_model_summary=False,
-        log_every_n_steps=1,
+        accelerator=options.accelerator,
     )
-    started = time.perf_counter()
-    trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.is_file() else None)
-    _report(best, options, trainer.global_step, time.perf_counter() - started)
-    shutil.rmtree(unfinished)
+    _report(result, options, console)
 
 
 def _dtype_of(run: Path) -> str:
@@ -155,17 +162,16 @@ def _unfinished(options: Namespace) -> Path:
     return directory
 
 
-def _report(best: "KeepBest", options: Namespace, steps: int, seconds: float) -> None:
+def _report(result: "Distilled", options: Namespace, console: Any) -> None:
     """Print the figures of the held-out text before and after."""
     from rich.table import Table
 
     from mrp_lightning.commands.numbers import number, perplexity
-    from mrp_lightning.terminal import Console
 
     table = Table()
     for column in ("held-out text", "KL before", "after", "perplexity before", "after", "dense"):
         table.add_column(column, justify="right")
-    start, end = best.figures_at_start or {}, best.figures
+    start, end = result.start, result.end
     names = sorted(name.partition("/")[2] for name in end if name.startswith("val_kl"))
     for name in [name for name in names if name] or [""]:
         text = f"/{name}" if name else ""
@@ -175,13 +181,11 @@ def _report(best: "KeepBest", options: Namespace, steps: int, seconds: float) ->
             *(perplexity(figures.get(f"perplexity{text}")) for figures in (start, end)),
             perplexity(end.get(f"teacher{text}")),
         )
-    console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
-    tokens = steps * options.sequence_length * options.batch_size
     out = shlex.quote(str(options.out))
     console.print(
-        f"{tokens:,} tokens in {steps} steps and {seconds:.0f} s; the weights are those after "
-        f"step {best.best_step}.\nThe model is in {options.out}. Next:\n"
+        f"{result.tokens:,} tokens in {result.steps} steps and {result.seconds:.0f} s; the weights "
+        f"are those after step {result.best_step}.\nThe model is in {options.out}. Next:\n"
         f"  mrp-lightning export {out}",
         soft_wrap=True,
     )
@@ -192,8 +196,8 @@ def _parser() -> CommandParser:
     option, number = parser.add_argument, number_from(1)
     option("run", metavar="RUN", help="the directory of a pruned model")
     option("--teacher", metavar="MODEL", help="the dense model (default: what RUN was pruned from)")
-    text = "files to train on in half of the steps, in the others text of the teacher's own "
-    text += "(default: all is its own); a tenth is held out"
+    text = "files to train on in half of the steps, in the others text of the teacher's own; self "
+    text += "for its own alone (default: what RUN was calibrated on); a tenth is held out"
     option("--text", nargs="+", metavar="FILE", help=text)
     option("--text-column", metavar="NAME", help="the key of the text in .jsonl files and tables")
     text = "the number of tokens to train on (default: 200000)"
@@ -205,6 +209,8 @@ def _parser() -> CommandParser:
     text = "the peak rate (default: 2e-4)"
     option("--learning-rate", type=float, default=2e-4, metavar="RATE", help=text)
     option("--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows")
+    text = "the type of the weights in training: float32 (default), or bfloat16 for less memory"
+    option("--dtype", default="float32", choices=["float32", "bfloat16"], help=text)
     text = "that of the products: 32-true (default), or bf16-mixed, faster where bfloat16 is"
     option("--precision", default="32-true", choices=["32-true", "bf16-mixed"], help=text)
     text = "the directory of the result (default: RUN-distilled)"

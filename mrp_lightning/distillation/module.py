@@ -19,7 +19,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.perplexity import MeanLoss, Perplexity
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.targets.values import refuse_not_finite
+from mrp_lightning.targets.values import pruned_layers, refuse_not_finite
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Distillation(CausalLM):
         teacher: The teacher, likewise; no submodule, so that checkpoints do not hold it.
 
     Raises:
-        OptionError: The two models have other vocabularies. `CausalLM` raises more.
+        OptionError: The two models have other vocabularies or tokenizers. `CausalLM` raises more.
         TargetError: As of `CausalLM`.
     """
 
@@ -94,8 +94,11 @@ class Distillation(CausalLM):
             weight_decay=weight_decay,
             **options,
         )
-        dense = _dense_model(teacher, teacher_dtype, options.get("trust_remote_code", False))
-        _require_one_vocabulary(self.model, dense)
+        trust = options.get("trust_remote_code", False)
+        if not isinstance(teacher, CausalLM):
+            teacher = CausalLM(teacher, dtype=teacher_dtype, trust_remote_code=trust)
+        _require_one_vocabulary(self, teacher)
+        dense = teacher.model
         self.student = Predictor(self.model)
         self.teacher = Predictor(dense.eval().requires_grad_(False))
         self.train_embeddings = train_embeddings
@@ -158,16 +161,21 @@ class Distillation(CausalLM):
         teacher.to(self.trainer.strategy.root_device)
         if stage == "validate":
             return
+        if not pruned_layers(self.model) and _size(self.model) == _size(self.teacher.model):
+            log.warning(
+                "The student has no pruned layer and as many weights as the teacher: there is "
+                "nothing to win back. Give a pruned or narrower `student`."
+            )
         self.model.requires_grad_(True)
         if not self.train_embeddings:
-            for module in self._embeddings():
+            for module in self.embeddings():
                 module.requires_grad_(False)
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
 
-    def _embeddings(self) -> list[nn.Module]:
+    def embeddings(self) -> list[nn.Module]:
         """Return the embeddings of tokens and positions, and the output head."""
         head = self.model.get_output_embeddings()
         tables: list[nn.Module] = [
@@ -282,22 +290,21 @@ class Distillation(CausalLM):
         saved["student"] = saved.pop("model")
 
 
-def _dense_model(source: Source, dtype: Any, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the teacher's model."""
-    if isinstance(source, CausalLM):
-        return source.model
-    model: PreTrainedModel = CausalLM(
-        source, dtype=dtype, trust_remote_code=trust_remote_code
-    ).model
-    return model
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _require_one_vocabulary(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    """Raise an OptionError if two models have vocabularies of other sizes."""
-    sizes = [model.config.get_text_config().vocab_size for model in (student, teacher)]
+def _require_one_vocabulary(student: CausalLM, teacher: CausalLM) -> None:
+    """Raise an OptionError if two models have vocabularies of other sizes or other words."""
+    sizes = [x.model.config.get_text_config().vocab_size for x in (student, teacher)]
+    words = [None if x.tokenizer is None else x.tokenizer.get_vocab() for x in (student, teacher)]
+    advice = "their predictions cannot be compared. Give the student's dense model."
     if sizes[0] != sizes[1]:
         raise OptionError(
-            f"its vocabulary has {sizes[1]} tokens, and the student's {sizes[0]}: their "
-            "predictions cannot be compared. Give the model that the student was pruned from.",
+            f"its vocabulary has {sizes[1]} tokens, and the student's {sizes[0]}: {advice}",
             "teacher",
+        )
+    if None not in words and words[0] != words[1]:
+        raise OptionError(
+            f"its tokenizer gives other tokens than the student's: {advice}", "teacher"
         )

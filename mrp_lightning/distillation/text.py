@@ -85,6 +85,22 @@ class DistillationText(TextDataModule):
         self.keep = None if keep is None else Path(keep)
         self._windows: dict[str, Tensor] = {}
 
+    @property
+    def steps(self) -> int:
+        """The number of batches in `tokens`.
+
+        Raises:
+            OptionError: There are fewer tokens than in a batch.
+        """
+        steps = self.num_samples // self.batch_size
+        if steps == 0:
+            raise OptionError(
+                f"expected at least a step, {self.batch_size * self.sequence_length} tokens. Got "
+                f"{self.num_samples * self.sequence_length}. Give more, or smaller batches.",
+                "tokens",
+            )
+        return steps
+
     def setup(self, stage: str) -> None:
         """Check the texts as for `predict`, whose windows they are, for `fit`, too."""
         super().setup("predict" if stage in ("fit", "validate") else stage)

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -85,6 +86,7 @@ class _DescribedData(Protocol):
 
     seed: int
     bos: str
+    train_files: tuple[Path, ...]
 
     @property
     def calibration_source(self) -> str:
@@ -96,8 +98,8 @@ def describe_data(trainer: Trainer, steps: list[Step], processes: Processes) -> 
     """Describe the calibration data, with `None` for unknown facts; a collective call.
 
     Returns:
-        `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
-        of a data module such as `TextDataModule`.
+        `samples` and `sequence_length` (the longest) of token ids, and `source`, `files`, `seed`
+        and `bos` of a data module such as `TextDataModule`.
     """
     own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
     shapes = [shape for process_shapes in processes.all(own_shapes) for shape in process_shapes]
@@ -106,6 +108,7 @@ def describe_data(trainer: Trainer, steps: list[Step], processes: Processes) -> 
     text = data if isinstance(data, _DescribedData) else None
     return {
         "source": text and text.calibration_source,
+        "files": text and [str(file.absolute()) for file in text.train_files],
         "samples": sum(samples for samples, _ in shapes) or None,
         "sequence_length": max((length for _, length in shapes), default=None),
         "seed": None if text is None else text.seed,

@@ -1,5 +1,6 @@
 """The progress of a run: a line in the trainer's bar, log lines, and metrics for loggers."""
 
+import math
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.markup import escape
 
 from mrp_lightning.environment import progress_log
 from mrp_lightning.memory import peak_memory
+from mrp_lightning.models.batch import token_ids
 from mrp_lightning.pruning.job import Listener, Progress
 from mrp_lightning.records.rows import LayerReport, mean_relative_loss
 
@@ -136,6 +138,8 @@ class BatchLog(Callback):
 
     def __init__(self) -> None:
         self._reporter: ProgressReporter | None = None
+        self._first_step = self._tokens = 0
+        self._training_since = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, for `fit` with its validations."""
@@ -148,12 +152,30 @@ class BatchLog(Callback):
         if trainer.validating:
             self.on_fit_start(trainer, pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the steps."""
+        self._first_step, self._tokens = trainer.global_step, 0
+        self._training_since = time.monotonic()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the epoch and the batch."""
-        task = f"training: epoch {trainer.current_epoch + 1}, batch"
-        self._log(f"{task} {batch_idx + 1}/{trainer.num_training_batches}")
+        """Log the epoch, the batch, the metrics of the bar, the tokens and the time left."""
+        ids = token_ids(batch)
+        self._tokens += 0 if ids is None else ids.numel()
+        parts = [
+            f"epoch {trainer.current_epoch + 1}",
+            f"batch {batch_idx + 1}/{trainer.num_training_batches}",
+            *(f"{name} {value:.3g}" for name, value in trainer.progress_bar_metrics.items()),
+        ]
+        tokens = f" · {self._tokens:,} tokens" if self._tokens else ""
+        steps = trainer.global_step - self._first_step
+        total = trainer.estimated_stepping_batches
+        left = ""
+        if steps and math.isfinite(total):
+            rest = (total - trainer.global_step) / steps
+            left = f" · about {roughly(rest * (time.monotonic() - self._training_since))} left"
+        self._log(f"training: {', '.join(parts)}{tokens}{left}")
 
     def on_validation_batch_end(
         self,

@@ -74,6 +74,7 @@ def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, t
     found = callback.report.provenance
     assert found["data"] == {
         "source": "text.txt",
+        "files": [str(tmp_path / "text.txt")],
         "samples": 3,
         "sequence_length": 24,
         "seed": 7,
@@ -83,7 +84,7 @@ def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, t
     callback = PruningCallback(method="magnitude", pattern="2:4")
     Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=callback)
     found = callback.report.provenance["data"]
-    own = {"source": None, "samples": 8, "sequence_length": 16, "seed": None, "bos": None}
+    own = dict.fromkeys(("source", "files", "seed", "bos")) | {"samples": 8, "sequence_length": 16}
     assert found == own
     trainer, module = Trainer(**quiet), CausalLM(tiny_llama)
     trainer.predict(module, datamodule=data)  # which the trainer remembers

@@ -72,7 +72,7 @@ def test_a_recipe_is_the_callback_that_the_docs_show(name, tiny_llama):
 
 @pytest.mark.parametrize(
     "family",
-    [path for path in TRAIN if path.stem not in ("text", "finetune")],
+    [path for path in TRAIN if path.stem not in ("text", "finetune", "distill")],
     ids=lambda path: path.stem,
 )
 def test_training_a_family(family, tiny_llama, tmp_path):
@@ -122,3 +122,30 @@ def test_the_file_of_a_model_is_named_and_not_read_as_yaml(tmp_path):
     parser = _LightningParser()
     parser.add_lightning_class_args(CausalLM, "model")
     assert parser.parse_args([f"--model.model={file}"]).model.model == str(file)
+
+
+def test_distillation_keeps_the_zeros(tiny_llama, tmp_path):
+    student = tmp_path / "student"
+    shutil.copytree(tiny_llama, student)
+    tensors = load_file(student / "model.safetensors")
+    zeros = {
+        name: torch.rand_like(tensor) < 0.5 for name, tensor in tensors.items() if "proj" in name
+    }
+    save_file(
+        tensors | {name: tensors[name].masked_fill(zero, 0) for name, zero in zeros.items()},
+        student / "model.safetensors",
+        {"format": "pt"},
+    )
+    out = tmp_path / "out"
+    made = PruningCLI(
+        [
+            *("fit", "--config", str(CONFIGS / "train/distill.yaml"), "--trainer.accelerator=cpu"),
+            *(f"--model.student={student}", f"--model.teacher={tiny_llama}"),
+            *("--data.tokens=320", "--data.sequence_length=32"),
+            f"--trainer.callbacks.save_dir={out}",
+        ]
+    )
+    assert made.trainer.global_step == 5
+    learned = load_file(out / "model.safetensors")
+    assert all(not learned[name][zero].any() for name, zero in zeros.items())
+    assert any(not torch.equal(learned[name], tensors[name]) for name in zeros)

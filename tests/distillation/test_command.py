@@ -86,6 +86,26 @@ def test_an_interrupted_run_ends_with_the_same_bits(run, monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_its_text_is_by_default_the_pruning_s(run, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("import this\n" * 4000)
+    report = json.loads((run / "pruning_report.json").read_text())
+    report["provenance"]["data"]["files"] = [str(text)]
+    (run / "pruning_report.json").write_text(json.dumps(report))
+    main(["distill", str(run), *SMALL])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"half text that the teacher writes, half {text}" in shown
+    assert "GiB beside the two models" in shown
+    figures = json.loads((run.with_name("half-distilled") / "distillation.json").read_text())
+    assert {"val_kl/own", "val_kl/text"} <= figures["start"].keys()
+    assert figures["end"]["val_kl"] <= figures["start"]["val_kl"]
+    assert (figures["tokens"], figures["steps"]) == (640, 5)
+    text.unlink()
+    again = [str(run), *SMALL, "--out", str(tmp_path / "other")]
+    assert "the text of the pruning is gone" in refusal(again, capsys)
+    main(["distill", *again, "--text", "self"])
+
+
 def refusal(args, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["distill", *args])
@@ -96,6 +116,8 @@ def refusal(args, capsys):
 def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     assert "expected the directory of a pruning" in refusal([str(tiny_llama)], capsys)
     assert "expected at least ten windows" in refusal([str(run), "--tokens=99"], capsys)
+    large = [str(run), *SMALL, "--batch-size=64"]
+    assert "expected at least a step, 2048 tokens. Got 640" in refusal(large, capsys)
     report = json.loads((run / "pruning_report.json").read_text())
     report["config"]["bits"] = 4
     (run / "pruning_report.json").write_text(json.dumps(report))

@@ -1,6 +1,8 @@
 """Distillation in a trainer: what is trained, what is logged, resumed and refused."""
 
 import copy
+import json
+import shutil
 
 import lightning
 import pytest
@@ -194,3 +196,22 @@ def test_a_divergence_that_is_not_finite_ends_training(pair, windows, caplog):
 def test_another_vocabulary_is_refused(pair, build):
     with pytest.raises(OptionError, match=r"`teacher`: its vocabulary has 64 tokens"):
         Distillation(pair[0], build("llama"))
+
+
+def test_another_tokenizer_is_refused(tiny_llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[-2:]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(OptionError, match=r"`teacher`: its tokenizer gives other tokens"):
+        Distillation(tiny_llama, other)
+
+
+def test_a_student_that_lost_nothing_is_warned_of(pair, windows, caplog):
+    dense = pair[1]
+    trainer = Trainer(max_steps=1, **QUIET)
+    trainer.fit(Distillation(copy.deepcopy(dense), dense), loader(windows[:4]))
+    assert "there is nothing to win back" in caplog.text
