@@ -198,7 +198,7 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
         )
     # Fields and tokenizer are checked before the weights are read, which takes far longer.
     family.fields.require(config, checkpoint.path)
-    write_tokenizer = tokenizer_fields(checkpoint, config)
+    write_tokenizer, notes = tokenizer_fields(checkpoint, config)
     model = checkpoint.load()
     # The files' values are taken, and not the loaded model's, which are rounded to `dtype`: whether
     # a type holds a weight exactly depends on its bits.
@@ -224,7 +224,7 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
         write_fields,
         tables,
         arranged_parameters(known_parameters(checkpoint, model), locations),
-        family.fields.warnings(config),
+        [*family.fields.warnings(config), *notes],
     )
 
 

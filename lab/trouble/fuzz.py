@@ -160,7 +160,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
 
     def tokenizer(directory: Path, data: bytes) -> None:
         (directory / "tokenizer.json").write_bytes(data)
-        with suppress(FormatError, OptionError):
+        with suppress(DataError, OptionError):
             tokenizer_fields(Checkpoint(directory, {}, [], []), LlamaConfig(vocab_size=8))
 
     readers = (
