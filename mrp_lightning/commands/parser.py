@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.upstream.other_names import take_strings
+from mrp_lightning.upstream.other_names import empty_groups_without_options, take_strings
 
 # Reading attribute docstrings, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
@@ -37,6 +37,21 @@ class Parser(ArgumentParser):
         added: list[str] = super().add_class_arguments(*args, **kwargs)
         take_strings(self)
         return added
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Read a configuration; raise an `OptionError` that names it if it is no text."""
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            raise OptionError(f"{path}, or a file that it names, is no UTF-8: {error}.") from error
+
+    def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
+        """Read a configuration; refuse a key of no option also if its value is an empty mapping."""
+        values: Namespace = super().parse_string(*args, **kwargs)
+        if unknown := empty_groups_without_options(self, values):
+            names = ", ".join(f"`{key}`" for key in unknown)
+            raise OptionError(f"there is no option {names}, whose value is an empty mapping.")
+        return values
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise an `OptionError` with jsonargparse's message."""

@@ -29,7 +29,7 @@ def laughs(depth: int) -> str:
         (laughs(12), "its aliases stand for more than 100,000 values"),
         ("a: &a [*a]", "its aliases stand for more than 100,000 values"),
         ("[" * 1200 + "]" * 1200, "nested too deeply"),
-        (b"\xff\xfe\x00", "utf-8"),
+        (b"\xff\xfe\x00", "a.yaml, or a file that it names, is no UTF-8: "),
         ("a: \0", "not allowed"),
         ("a: 1\n---\nb: 2", "expected a single document"),
         ("a: {b: 1, c: 2, b: 3}", "given twice: b"),
