@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import (
@@ -18,6 +17,7 @@ from transformers import (
 from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError, TargetError, counted
+from mrp_lightning.loop.exact_values import ExactValues
 from mrp_lightning.loop.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.models.causal import load_causal
@@ -41,7 +41,7 @@ _TOKENIZER = "tokenizer_files"
 """The key of a Lightning checkpoint for the tokenizer's files: bytes, by file name."""
 
 
-class CausalLM(LightningModule):
+class CausalLM(ExactValues):
     """A causal language model to prune (`predict`), to evaluate (`test`) and to train (`fit`).
 
     The loss is the mean negative log-likelihood of every token but the first of each window, and

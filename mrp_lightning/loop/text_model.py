@@ -5,11 +5,11 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
+from mrp_lightning.loop.exact_values import ExactValues
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import (
@@ -26,7 +26,7 @@ _NUMBERS = 2**20
 each token."""
 
 
-class TextModel(LightningModule):
+class TextModel(ExactValues):
     """An encoder or a classifier of texts or tokens, of the class that its configuration names.
 
     `predict` prunes it. `test` measures the mean cosine of its outputs with those of the first

@@ -21,6 +21,7 @@ from mrp_lightning.devices import warn_of_unused_gpu
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.distributed import require_whole_models
+from mrp_lightning.loop.exact_values import ExactValues
 from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.checkpoint import text_config
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
@@ -321,7 +322,7 @@ def _reads_text_alone(model: PreTrainedModel) -> bool:
 _DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 
 
-class ModuleRunner(pl.LightningModule):
+class ModuleRunner(ExactValues):
     """Calls a plain module with each batch.
 
     Its `tokenizer` is the one stored with a generating Hugging Face model, else `None`.

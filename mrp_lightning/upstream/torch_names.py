@@ -21,6 +21,15 @@ APPLY = "_apply"
 2.13. A block that stays in place while its model moves overrides it, since there is no hook."""
 
 
+def recomputed_buffers(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of one module that no checkpoint holds.
+
+    Seen in torch 2.13. Replacement: a public counterpart of `register_buffer(persistent=False)`.
+    """
+    names = module._non_persistent_buffers_set
+    return [tensor for name, tensor in module.named_buffers(recurse=False) if name in names]
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself; see `COMPILED`."""
     original: nn.Module = getattr(module, COMPILED, module)

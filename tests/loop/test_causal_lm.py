@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quiet import QUIET
+from tiny_configs import FAMILIES
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     AutoConfig,
@@ -381,3 +382,28 @@ def test_a_model_without_values_is_refused(tiny_llama):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama))
     with pytest.raises(TargetError, match=r"on the meta device.* and \d+ more\. Load it with"):
         CausalLM(model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-true", "bfloat16"), ("16-true", "float16")]
+)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_precision_keeps_what_transformers_keeps(family, precision, dtype, tmp_path):
+    """Frequencies of rotary positions and biases of routers stay float32, as with `dtype`."""
+    kind = FAMILIES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.model_type, **kind.config))
+    for name, buffer in model.named_buffers():
+        if "bias" in name:
+            buffer.normal_()
+    model.save_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    module = CausalLM(tmp_path)
+    ids = torch.arange(4, 60)[None]
+    logits = Trainer(precision=precision, **QUIET).predict(module, DataLoader(ids))
+    tensors = dict(module.model.named_parameters()) | dict(module.model.named_buffers())
+    for name, expected in [*reference.named_parameters(), *reference.named_buffers()]:
+        assert tensors[name].dtype == expected.dtype, name
+        assert torch.equal(tensors[name], expected), name
+    with torch.no_grad():
+        assert torch.equal(logits[0], reference(ids).logits)
