@@ -14,6 +14,7 @@ its last checkpoint. With `--points 0` nothing but the divergence of held-out te
 
 import argparse
 import csv
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -160,6 +161,7 @@ def main() -> None:
         callbacks=curve,
         validations=max(1, options.points),
     )
+    shutil.rmtree(partial)
     print(result)
 
 

@@ -1,8 +1,6 @@
 """`mrp-lightning distill RUN`: train what a pruning kept until it predicts as the dense model."""
 
-import json
 import shlex
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -85,7 +83,7 @@ def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
 
 def _distil(run: Path, options: Namespace) -> None:
     """Train, save and report."""
-    from mrp_lightning.commands.distillation import distil, needed_memory
+    from mrp_lightning.commands.distillation import Unfinished, distil, needed_memory
     from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.distillation.text import DistillationText
     from mrp_lightning.storage.outputs import check_output_dir
@@ -101,7 +99,8 @@ def _distil(run: Path, options: Namespace) -> None:
         **({"text_column": options.text_column} if options.text_column else {}),
     )
     check_output_dir(options.out, overwrite=options.overwrite, argument="--out")
-    unfinished = _unfinished(options)
+    chosen = {name: getattr(options, name) for name in _OF_RUN}
+    unfinished = Unfinished.of(options.out, chosen, restart=options.restart)
     console.print(f"Loading {run} and {options.teacher} …")
     module = Distillation(
         run, options.teacher, dtype=options.dtype, learning_rate=options.learning_rate
@@ -114,18 +113,18 @@ def _distil(run: Path, options: Namespace) -> None:
         f"{text}. Training needs about {memory / 2**30:.1f} GiB beside the two models. If it is "
         "interrupted, the same command goes on where it was."
     )
-    unfinished.mkdir(parents=True, exist_ok=True)
-    (unfinished / "options.json").write_text(json.dumps(_fingerprint(options)))
+    unfinished.begin(chosen)
     result = distil(
         module,
         data,
         options.out,
         dtype=_dtype_of(run),
         overwrite=options.overwrite,
-        unfinished=unfinished,
+        unfinished=unfinished.directory,
         precision=options.precision,
         accelerator=options.accelerator,
     )
+    unfinished.end()
     _report(result, options, console)
 
 
@@ -134,32 +133,6 @@ def _dtype_of(run: Path) -> str:
     from mrp_lightning.models.loading import load_config
 
     return str(load_config(str(run)).dtype or "float32").removeprefix("torch.")
-
-
-def _fingerprint(options: Namespace) -> dict[str, Any]:
-    """Return what decides the result of a run, as JSON reads it."""
-    values = {name: getattr(options, name) for name in _OF_RUN}
-    return json.loads(json.dumps(values, default=str))
-
-
-def _unfinished(options: Namespace) -> Path:
-    """Return the directory of the unfinished run: empty, absent, or of the same options."""
-    directory: Path = options.out.with_name(f".{options.out.name}.partial")
-    record = directory / "options.json"
-    if not record.is_file():
-        return directory
-    stored, wanted = json.loads(record.read_text()), _fingerprint(options)
-    if stored == wanted:
-        return directory
-    differing = [name for name in _OF_RUN if stored.get(name) != wanted[name]]
-    if not options.restart:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
-        raise OptionError(
-            f"{directory} holds an unfinished distillation with another {listed}. Give the same "
-            "options to go on with it, `--restart` to begin afresh, or another `--out`."
-        )
-    shutil.rmtree(directory)
-    return directory
 
 
 def _report(result: "Distilled", options: Namespace, console: Any) -> None:

@@ -1,10 +1,12 @@
 """One distillation from start to end: training, the best step, and the saved model."""
 
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -13,8 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, SaveModel
 from mrp_lightning.distillation.module import Distillation
 from mrp_lightning.distillation.text import DistillationText
+from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.trainer import Trainer
-from mrp_lightning.storage.files import save_ours
+from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.values import pruned_layers
@@ -43,6 +46,48 @@ class Distilled:
     best_step: int
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The directory of an unfinished command, beside its result, and the options it began with.
+
+    Attributes:
+        directory: `.OUT.partial` for the result OUT; it is removed at the end.
+    """
+
+    directory: Path
+
+    @classmethod
+    def of(cls, out: Path, options: Mapping[str, Any], *, restart: bool) -> "Unfinished":
+        """Return the unfinished run of these options, which may have done nothing yet.
+
+        Raises:
+            OptionError: It began with other options, and is not to be restarted.
+        """
+        unfinished = cls(out.with_name(f".{out.name}.partial"))
+        record = unfinished.directory / "options.json"
+        wanted = json.loads(json.dumps(options, default=str))
+        stored = json.loads(record.read_text()) if record.is_file() else wanted
+        differing = [name for name in wanted if stored.get(name) != wanted[name]]
+        if differing and not restart:
+            listed = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+            raise OptionError(
+                f"{unfinished.directory} holds an unfinished distillation with another {listed}. "
+                "Give the same options to go on with it, `--restart` to begin afresh, or another "
+                "`--out`."
+            )
+        if differing:
+            shutil.rmtree(unfinished.directory)
+        return unfinished
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Record the options."""
+        save_text(self.directory / "options.json", json.dumps(options, default=str))
+
+    def end(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory)
 
 
 def needed_memory(module: Distillation, tokens: int) -> int:
@@ -91,7 +136,7 @@ def distil(
         dtype: The type in which the weights are saved; `None` for that in which they are trained.
         overwrite: Whether a model that this package wrote to `out` is replaced.
         unfinished: A directory for the windows and the last checkpoint, with which the next call
-            goes on. It is removed at the end.
+            goes on.
         precision: The precision of the products, as Lightning names it.
         accelerator: The accelerator, as Lightning names it.
         validations: The number of times that held-out text is read, and a checkpoint is saved.
@@ -141,5 +186,4 @@ def distil(
         seconds=time.perf_counter() - started,
     )
     save_ours(out / NAME, as_json(asdict(result)))
-    shutil.rmtree(unfinished)
     return result
