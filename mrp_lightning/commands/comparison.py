@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands import comparison_texts as texts
+from mrp_lightning.commands.distillation import DistilledPruning
 from mrp_lightning.commands.main import command_named
 from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.data.data_module import TextDataModule
@@ -29,6 +30,7 @@ from mrp_lightning.models.gguf import find_gguf, located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.records.evaluation import Scores, record
+from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
@@ -54,6 +56,7 @@ def prune_and_compare(
     windows: int,
     accelerator: str,
     console: Console,
+    distilled: DistilledPruning | None = None,
 ) -> str | None:
     """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
 
@@ -70,6 +73,7 @@ def prune_and_compare(
         windows: The largest number of windows to evaluate on.
         accelerator: The accelerator, as Lightning names it.
         console: The console for progress and results.
+        distilled: The distillation after the pruning; `None` for none.
 
     Returns:
         The reason why the result is of no use, `None` if it may be useful.
@@ -85,30 +89,46 @@ def prune_and_compare(
     with quiet_lightning():
         console.print(f"Loading {source['model']} …")
         model = _load(source, text)
+        if distilled is not None and isinstance(model, TextModel):
+            raise OptionError(
+                f"a {type(model.model).__name__} predicts no next token, and distillation trains "
+                "that prediction. Leave it out.",
+                "distill",
+            )
         _check_outputs(model, prune, conversions)
         if isinstance(model, TextModel):
             data = _data(text, model)
         subject = _Subject(model, data, prune, windows, accelerator)
         if not text["train_files"] and "num_samples" not in text:
             subject.take_fewer_windows()
+        if distilled is not None:
+            distilled.data(subject.data).steps  # noqa: B018  (raises if there are too few tokens)
         console.print(texts.plan(prune.settings, subject.plan, subject.data, subject.num_samples))
         # The dense evaluation comes before the pruning, which changes the model in memory.
         dense = subject.evaluate("dense", console)
         console.print(texts.announcement(*subject.expected_work()))
         sizes = [measure(subject.trainer, model)]
         start = time.perf_counter()
-        subject.trainer.predict(model, datamodule=subject.data, callbacks=[prune])
+        first = prune if distilled is None else distilled.pruning()
+        if first.report is None:
+            subject.trainer.predict(model, datamodule=subject.data, callbacks=[first])
+            pruned = subject.evaluate("pruned", console)
+        if distilled is not None:
+            console.print(f"Distilling on {distilled.tokens:,} tokens …")
+            model = subject.model = distilled.finish(first, subject.trainer, subject.data)
+            pruned = subject.evaluate("distilled", console)
         seconds = time.perf_counter() - start
-        pruned = subject.evaluate("pruned", console)
         sizes.append(measure(subject.trainer, model))
-    report, directory = prune.report, prune.save_dir
-    assert report is not None
+    directory = prune.save_dir
     assert directory is not None
+    report = PruningReport.load(directory / NAME)
     scores = {"perplexity": {subject.text: pruned}, "dense": {subject.text: dense}}
     if isinstance(model, TextModel):
         scores = {"similarity": {subject.text: pruned}}
     record(directory, **scores, model=str(directory))
     table = texts.table(dense, pruned, prune.settings, report, sizes, seconds)
+    if distilled is not None:
+        table.caption = f"distilled on {distilled.tokens:,} tokens"
     try:
         for conversion in conversions:
             size = conversion.convert(directory)

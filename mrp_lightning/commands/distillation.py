@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,23 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from mrp_lightning.callbacks import KeepBest, KeepSparsity, SaveModel
+from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
+from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.distillation.module import Distillation
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.errors import OptionError
+from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.pruning.arguments import PruningArguments
+from mrp_lightning.records.report import NAME as NAME_OF_REPORT
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.values import pruned_layers
 
+LENGTH, BATCH_SIZE = 512, 2
+"""The default tokens of a window, and windows of a step."""
 NAME = "distillation.json"
 """The file of `Distilled` in the directory of the distilled model."""
 
@@ -147,7 +154,7 @@ def distil(
     """
     steps = data.steps
     every = max(1, steps // validations)
-    last = unfinished / "last.ckpt"
+    last = unfinished / "checkpoint" / "last.ckpt"
     unfinished.mkdir(parents=True, exist_ok=True)
     data.keep = unfinished / "windows.safetensors"
     best = KeepBest()
@@ -163,7 +170,7 @@ def distil(
             *callbacks,
             SaveModel(out, dtype=dtype, overwrite=overwrite),
             ModelCheckpoint(
-                unfinished,
+                last.parent,
                 filename=last.stem,
                 every_n_train_steps=every,
                 enable_version_counter=False,
@@ -187,3 +194,85 @@ def distil(
     )
     save_ours(out / NAME, as_json(asdict(result)))
     return result
+
+
+_OF_GRID: dict[str, Any] = {"bits": None, "grid": None, "head_grid": None, "balance": False}
+"""The settings of a pruning that round what is kept, and their values where nothing is rounded."""
+
+
+@dataclass(frozen=True)
+class DistilledPruning:
+    """A pruning with a distillation of what it keeps, before anything is rounded to few bits.
+
+    Attributes:
+        prune: The callback with all settings, whose `save_dir` gets the result.
+        teacher: The arguments of `CausalLM` for the dense model.
+        files: The files to distil on; `None` for text of the teacher's own alone.
+        text: More arguments of the `DistillationText`.
+        tokens: The number of tokens to distil on.
+        unfinished: The directory of the steps between.
+        accelerator: The accelerator, as Lightning names it.
+    """
+
+    prune: PruningCallback
+    teacher: Mapping[str, Any]
+    files: Sequence[str] | None
+    text: Mapping[str, Any]
+    tokens: int
+    unfinished: Unfinished
+    accelerator: str
+
+    def data(self, calibration: TextDataModule) -> DistillationText:
+        """Return the text to distil on, in windows that are no longer than the calibration's.
+
+        Raises:
+            OptionError: There are too few tokens.
+        """
+        length = min(LENGTH, calibration.sequence_length)
+        return DistillationText(
+            self.files,
+            tokens=self.tokens,
+            sequence_length=length,
+            batch_size=BATCH_SIZE,
+            **self.text,
+        )
+
+    def pruning(self) -> PruningCallback:
+        """Return the callback that prunes alone; its `report` is there if it is done already."""
+        names = [field.name for field in fields(PruningArguments)]
+        settings = {name: getattr(self.prune.settings, name) for name in names} | _OF_GRID
+        alone = PruningCallback(
+            save_dir=self.unfinished.directory / "pruned", resume=self.prune.resume, **settings
+        )
+        assert alone.save_dir is not None
+        if alone.save_dir.is_dir():  # it appears when it is complete
+            alone.report = PruningReport.load(alone.save_dir / NAME_OF_REPORT)
+        return alone
+
+    def finish(self, pruned: PruningCallback, trainer: Trainer, data: TextDataModule) -> CausalLM:
+        """Distil the pruned model, and put it on the grid of the settings; return the result."""
+        assert pruned.save_dir is not None
+        assert self.prune.save_dir is not None
+        settings = self.prune.settings
+        is_rounded = any(getattr(settings, name) for name in _OF_GRID)
+        out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir
+        source = CausalLM(str(pruned.save_dir))
+        dtype = str(source.model.dtype).removeprefix("torch.")
+        name = PruningReport.load(pruned.save_dir / NAME_OF_REPORT).config.get("base_model")
+        if not (is_rounded and out.is_dir()):
+            distil(
+                Distillation(source, CausalLM(**self.teacher), dtype="float32"),
+                self.data(data),
+                out,
+                dtype=dtype,
+                overwrite=self.prune.overwrite,
+                unfinished=self.unfinished.directory / "training",
+                accelerator=self.accelerator,
+            )
+        model = CausalLM(str(out))
+        if is_rounded:
+            # The result is one pruning of the dense model; the steps between are not kept.
+            model.model.name_or_path = model.model.config.name_or_path = name or ""
+            trainer.predict(model, datamodule=data, callbacks=[self.prune])
+        self.unfinished.end()
+        return model

@@ -22,7 +22,9 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.arguments import PruningArguments
 
 if TYPE_CHECKING:
+    from mrp_lightning.callbacks import PruningCallback
     from mrp_lightning.commands.comparison import Conversion
+    from mrp_lightning.commands.distillation import DistilledPruning
     from mrp_lightning.pruning.settings import Settings
 
 _RECIPES: dict[str, dict[str, Any]] = {
@@ -86,6 +88,7 @@ def main(args: list[str]) -> None:
             resume=not options.restart,
             **{name: getattr(settings, name) for name in _SETTINGS},
         )
+        distilled = _distilled(options, callback, files)
         problem = prune_and_compare(
             {key: values[key] for key in _OF_MODEL},
             text | {"train_files": files},
@@ -94,6 +97,7 @@ def main(args: list[str]) -> None:
             windows=options.eval_samples,
             accelerator=options.accelerator,
             console=console,
+            distilled=distilled,
         )
     assert callback.save_dir is not None
     is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
@@ -131,6 +135,41 @@ def _settings(options: Namespace) -> "Settings":
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
             arguments["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
     return Settings(**arguments)
+
+
+def _distilled(
+    options: Namespace, prune: "PruningCallback", files: Sequence[str] | None
+) -> "DistilledPruning | None":
+    """Return the pruning with a distillation, if the options have one.
+
+    Raises:
+        OptionError: Nothing is removed, the tokens are too few, or an unfinished command began with
+            other options.
+    """
+    if options.distill is None:
+        return None
+    from mrp_lightning.commands.distillation import DistilledPruning, Unfinished
+    from mrp_lightning.solver.patterns import Dense
+
+    if prune.settings.structure is None and isinstance(prune.settings.recipe.pattern, Dense):
+        raise OptionError(
+            "it trains what a pruning kept. Give `--sparsity`, `--pattern` or `--structure`, too.",
+            "distill",
+        )
+    assert prune.save_dir is not None
+    of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
+    chosen = {name: value for name, value in vars(options).items() if name not in of_result}
+    distilled = DistilledPruning(
+        prune,
+        {key: chosen[key] for key in _OF_MODEL},
+        files,
+        {key: chosen[key] for key in ("text_column", "seed") if chosen[key] is not None},
+        options.distill,
+        Unfinished.of(prune.save_dir, chosen, restart=options.restart),
+        options.accelerator,
+    )
+    distilled.unfinished.begin(chosen)
+    return distilled
 
 
 def _conversions(options: Namespace, out: Path) -> list["Conversion"]:
@@ -247,6 +286,8 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     text += "which also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=text)
     _add_settings(parser, with_help=not {"-h", "--help"}.isdisjoint(args))
+    text = "then train what is kept on N tokens, as `distill` does: before it is put on few bits"
+    option("--distill", type=number_from(1), metavar="N", help=text)
     group = parser.add_argument_group("text")
     text = "files, directories or wildcards to calibrate on, or - for standard input, of which a "
     text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "

@@ -132,3 +132,37 @@ def test_an_unfinished_run_of_other_options_is_named(run, capsys):
     assert "an unfinished distillation with another" in refusal([str(run), *SMALL], capsys)
     main(["distill", str(run), *SMALL, "--restart"])
     assert run.with_name("half-distilled").is_dir()
+
+
+@pytest.mark.parametrize("bits", [[], ["--bits=4"]], ids=["16-bits", "4-bits"])
+def test_a_pruning_distils_before_it_rounds(tiny_llama, tmp_path, monkeypatch, capsys, bits):
+    out = tmp_path / "out"
+    prune = ["prune", str(tiny_llama), "--pattern=2:4", *bits, "--num-samples=4", f"--out={out}"]
+    prune += ["--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", "--distill=640"]
+    fit = Distillation.training_step
+
+    def interrupted(*_):
+        raise RuntimeError("the power is gone")
+
+    monkeypatch.setattr(Distillation, "training_step", interrupted)
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        main(prune)
+    before = weights(tmp_path / ".out.partial" / "pruned")
+    monkeypatch.setattr(Distillation, "training_step", fit)
+    main(prune)
+    after, shown = weights(out), capsys.readouterr().out
+    assert "Distilling on 640 tokens" in shown
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
+    for name, weight in before.items():
+        if "proj" in name:
+            assert not after[name][weight == 0].any()
+            assert not torch.equal(after[name], weight)
+    report = json.loads((out / "pruning_report.json").read_text())
+    assert report["config"]["base_model"] == str(tiny_llama)
+    assert (report["config"]["pattern"], report["config"]["bits"]) == ("2:4", 4 if bits else None)
+
+
+def test_bits_alone_are_not_distilled(tiny_llama, capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", str(tiny_llama), "--bits=4", "--distill=640"])
+    assert "trains what a pruning kept" in capsys.readouterr().err
