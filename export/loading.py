@@ -22,13 +22,8 @@ from mrp_lightning.models.checkpoint import (
     refuse_adapter,
     weight_files,
 )
-from mrp_lightning.models.integrity import (
-    check_files,
-    check_values,
-    explained_damage,
-    misfits,
-    read_pickle,
-)
+from mrp_lightning.models.damage import explained_damage, read_pickle
+from mrp_lightning.models.integrity import check_files, check_values, misfits
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json

@@ -31,9 +31,8 @@ from mrp_lightning.loop.module_parts import (
 from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.models.checkpoint import directory_of
 from mrp_lightning.models.companions import OF_TOKENIZER, Companions, find_companions
-from mrp_lightning.models.integrity import check_class
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
-from mrp_lightning.models.saving import save_pretrained, save_streamed
+from mrp_lightning.models.saving import check_class, save_pretrained, save_streamed
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters

@@ -41,16 +41,9 @@ from mrp_lightning.models.checkpoint import (
 )
 from mrp_lightning.models.classes import require_causal, require_text
 from mrp_lightning.models.companions import VOCABULARIES
+from mrp_lightning.models.damage import explained_damage, not_loaded, read_pickle
 from mrp_lightning.models.gguf import find_gguf, gguf_config, gguf_model, has_tokenizer, reading
-from mrp_lightning.models.integrity import (
-    check_files,
-    check_values,
-    explained_damage,
-    left_out,
-    misfits,
-    not_loaded,
-    read_pickle,
-)
+from mrp_lightning.models.integrity import check_files, check_values, left_out, misfits
 from mrp_lightning.upstream.transformers_names import conversions_at_loading, dtypes_kept
 
 

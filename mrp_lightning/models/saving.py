@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.models.integrity import check_saved
+from mrp_lightning.errors import SaveError
+from mrp_lightning.models.checkpoint import build_without_weights
+from mrp_lightning.models.integrity import misfits
 from mrp_lightning.models.loading import as_dtype, cast, stored_dtype, wider_dtypes
-from mrp_lightning.models.streaming import StreamedBlocks
+from mrp_lightning.models.streaming import StreamedBlocks, without_bars
 from mrp_lightning.upstream.torch_names import without_compiled
+from mrp_lightning.upstream.transformers_names import loading_weights_by
 
 _INDEX = "model.safetensors.index.json"
 
@@ -165,3 +174,67 @@ def _write_index(path: Path, files: list[Path]) -> None:
             total += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> None:
+    """Check a newly written directory by loading it, on the meta device, with its model's class.
+
+    Only the headers of the files are read. transformers converts names and stacked experts as in
+    any loading.
+
+    Raises:
+        SaveError: Weights of the class are missing in the files, or have other shapes there.
+    """
+
+    def load_weights(built: PreTrainedModel, _: Any, files: Any, loading: Any, *__: Any) -> Any:
+        """Replace the step of `from_pretrained` that reads the weights."""
+        stored: dict[str, Tensor] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no mapping)
+                    shape = opened.get_slice(name).get_shape()
+                    stored[name] = torch.empty(shape, device="meta")
+        on_meta = replace(loading, device_map={"": "meta"})
+        return convert_and_load_state_dict_in_model(built, stored, on_meta)
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # the error below lists the weights
+    try:
+        with loading_weights_by(load_weights), without_bars(), torch.inference_mode(False):
+            loaded: Any = type(model).from_pretrained(
+                directory, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if problem := misfits("that was written", *loaded):
+        raise SaveError(f"what was written would not load: {problem} {_REPAIR}")
+
+
+_REPAIR = "Change the modules of the model or its `config`, so that the one fits the other."
+
+
+def check_class(model: PreTrainedModel) -> None:
+    """Raise, before any work, if a model has other weights than its class and configuration give.
+
+    Such a model was modified after its construction, and no checkpoint of it would load.
+
+    Raises:
+        SaveError: Weights of the class are missing in the model, or have other shapes there.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return  # packed weights have other shapes, and cannot be pruned anyway
+    # A copy, since building a model writes into its configuration, such as the attention kernel.
+    built = build_without_weights(deepcopy(model.config), kind=type(model))
+    shapes = {without_compiled(name): x.shape for name, x in model.state_dict().items()}
+    wrong = [
+        f"{name} {tuple(x.shape)}, which the model "
+        + (f"holds as {tuple(shapes[name])}" if name in shapes else "has not")
+        for name, x in built.state_dict().items()
+        if shapes.get(name) != x.shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise SaveError(
+            f"The pruned model could not be saved so that it loads again: by its `config`, a "
+            f"{type(model).__name__} has the weights {'; '.join(wrong[:5])}{more}. {_REPAIR}"
+        )

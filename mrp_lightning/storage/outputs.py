@@ -244,10 +244,7 @@ def save_directory(
         _restore(path)
         check_content(path, argument, overwrite=overwrite)
         _check_room(path, argument, 0)
-        _remove_abandoned(path)
-        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
-        try:
-            start_manifest(staging)
+        with _staged(path) as staging:
             with naming(path):
                 yield staging
             # 1. The checks are repeated: hours may have passed since the start, and a file that a
@@ -262,8 +259,6 @@ def save_directory(
             for written in (*staging.rglob("*"), staging):
                 flush(written)
             _move_into_place(staging, path)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextmanager
@@ -283,16 +278,22 @@ def save_file(path: Path, *, argument: str) -> Iterator[Path]:
         OSError: The file was not written, or cannot be flushed to the disk.
     """
     make_directories(path.parent)
-    with _held(path, argument):
-        _remove_abandoned(path)
-        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
-        try:
-            start_manifest(staging)
-            with naming(path):
-                yield staging / path.name
-            move_durably(staging / path.name, path)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    with _held(path, argument), _staged(path) as staging:
+        with naming(path):
+            yield staging / path.name
+        move_durably(staging / path.name, path)
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """Yield a new directory beside a locked output path; it is removed when the context ends."""
+    _remove_abandoned(path)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
+    try:
+        start_manifest(staging)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _lock_file(path: Path) -> Path:
@@ -339,9 +340,8 @@ def _remove_abandoned(path: Path) -> None:
     # The lock is held, so a staging directory of this path belongs to no living process: it can be
     # deleted.
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
-        is_marked = (staging / MANIFEST).is_file() or not not_ours(
-            staging
-        )  # or killed before it was marked
+        # A process that was killed before it marked the directory left an empty one.
+        is_marked = (staging / MANIFEST).is_file() or not not_ours(staging)
         if not staging.is_symlink() and is_marked:
             shutil.rmtree(staging, ignore_errors=True)
 
