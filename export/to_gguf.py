@@ -53,9 +53,8 @@ def convert(options: Namespace) -> Path:
     silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
     claims = Claims.read(run)
-    has_codes = claims.grid is not None or claims.head_grid is not None
-    kind = options.type or ("auto" if has_codes else "bf16")
-    minima = [str(grid) for grid in (claims.grid, claims.head_grid) if grid and grid.minimum]
+    kind = options.type or ("auto" if claims.grids else "bf16")
+    minima = [str(grid) for grid in claims.grids if grid.minimum]
     # Weights on a grid with minima do not determine the minima to the bit, so that the file of the
     # parameters is needed. It is looked for before the checkpoint is read.
     if minima and kind in ("auto", *minima) and not (run / PARAMETERS).is_file():

@@ -1,6 +1,7 @@
 """The claims of a pruning report about a checkpoint, which an export checks on its weights."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +69,13 @@ class Claims:
         layers: The claims of the pruned layers by name; `None` without a report.
         structure: The kind of units that were removed as a whole, such as `neurons`, or `None`.
         grid: The grid of the weights, or `None`.
-        head_grid: The grid of the output head, which is none of the layers, or `None`.
+        grids: All grids, also that of the output head, which is none of the layers.
     """
 
     layers: dict[str, Claim] | None = None
     structure: str | None = None
     grid: Grid | None = None
-    head_grid: Grid | None = None
+    grids: Sequence[Grid] = ()
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> "Claims":
@@ -95,4 +96,4 @@ class Claims:
             for row in report.pruned
             if row.sparsity is not None or amount.head_grid is None  # the head has no sparsity
         }
-        return cls(layers, structure, amount.grid, amount.head_grid)
+        return cls(layers, structure, amount.grid, amount.grids)

@@ -36,7 +36,7 @@ class Size:
 def amount(settings: Settings) -> str:
     """Return what is removed and the grid of the rest, such as `2:4+4bit`."""
     if settings.structure is None:
-        return settings.amount
+        return str(settings.recipe)
     grid = settings.recipe.grid
     rest = f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
     return rest if grid is None else f"{rest} and {grid}"
@@ -145,8 +145,7 @@ def why_useless(dense: Scores, pruned: Scores, report: PruningReport) -> str | N
             "`--text` that is like yours."
         )
     # Few bits or a smaller width are a benefit without any zeros.
-    config = report.config
-    is_changed = report.narrowed or any(config.get(key) for key in ("bits", "grid", "head_grid"))
+    is_changed = report.narrowed or report.amount.grids
     if not is_changed and totals["removed"] < _LEAST_REMOVED * totals["model_weights"]:
         return (
             f"Of {totals['model_weights']:,} weights {totals['removed']:,} are removed, which "

@@ -46,7 +46,7 @@ def main(args: list[str]) -> None:
         raise OptionError(f"expected the directory of a pruning, with {NAME}. Got {run}.", "RUN")
     report = PruningReport.load(run / NAME)
     config = report.config
-    if config.get("bits") is not None or config.get("head_grid") is not None:
+    if report.amount.grids:
         raise OptionError(
             f"{run} is on a grid of few bits, which training would leave. Distil the pruning "
             "without bits, and then put what is kept on the grid, with the pattern or sparsity of "

@@ -4,15 +4,14 @@ The prompts, the scores and their standard errors are lm-eval's own, so that val
 published ones.
 """
 
-import difflib
 import json
-import logging
 import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,14 +69,23 @@ def load_tasks(
     """
     with extra("zeroshot", "Running zero-shot tasks"):
         import lm_eval.models.huggingface  # noqa: F401  (needs accelerate, too)
+    manager = _manager(names, include_path)
     # All names are matched before any data are read: a misspelt last name costs no download.
-    manager, matching = _matching(names, include_path)
+    matching = {name: manager.match_tasks([name]) for name in names}
+    if unknown := [name for name, matches in matching.items() if not matches]:
+        nearest = {name: get_close_matches(name, manager.all_tasks) for name in unknown}
+        listed = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
+        raise OptionError(
+            f"lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; a directory "
+            "with tasks of your own is given as `include_path`.",
+            "tasks",
+        )
     if away := why_no_hub():
         progress_log.warning("Data sets are read from the cache alone: %s.", away)
     tasks: dict[str, Any] = {}
     loaded: list[Any] = []
     missing = []
-    for name in matching:
+    for name in dict.fromkeys(chain(*matching.values())):
         try:
             with hub_away() if away else nullcontext():
                 content = manager.load([name])
@@ -103,29 +111,18 @@ def load_tasks(
     return Tasks(manager, loaded, tasks)
 
 
-def _matching(
-    names: Sequence[str], include_path: str | os.PathLike[str] | None
-) -> tuple[Any, list[str]]:
-    """Return lm-eval's manager of tasks, and the names of all tasks and groups that match."""
+def _manager(names: Sequence[str], include_path: str | os.PathLike[str] | None) -> Any:
+    """Return lm-eval's manager of tasks, without its own index if the directory has all tasks."""
     from lm_eval.tasks import TaskManager
 
-    path = None if include_path is None else Path(include_path).expanduser()
-    if path is not None and not path.is_dir():
+    if include_path is None:
+        return TaskManager()
+    path = Path(include_path).expanduser()
+    if not path.is_dir():
         raise MissingFileError(f"there is no directory {include_path}.", "include_path")
-    # lm-eval's own index takes seconds, and is left out where the directory has all tasks.
-    manager = TaskManager(include_path=path, include_defaults=path is None)
-    if path is not None and not set(names) <= set(manager.all_subtasks):
-        manager = TaskManager(include_path=path)
-    matching = {name: manager.match_tasks([name]) for name in names}
-    if unknown := [name for name, matches in matching.items() if not matches]:
-        nearest = {name: difflib.get_close_matches(name, manager.all_tasks) for name in unknown}
-        listed = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
-        raise OptionError(
-            f"lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; a directory "
-            "with tasks of your own is given as `include_path`.",
-            "tasks",
-        )
-    return manager, list(dict.fromkeys(chain(*matching.values())))
+    manager = TaskManager(include_path=path, include_defaults=False)  # the index takes seconds
+    has_all = set(names) <= set(manager.all_subtasks)
+    return manager if has_all else TaskManager(include_path=path)
 
 
 def evaluate(
@@ -161,17 +158,14 @@ def evaluate(
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Keep lm-eval from forking, which can hang once torch has threads, and from its warnings."""
-    logger, name = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC"
-    level, value = logger.level, os.environ.get(name)
-    logger.setLevel(logging.ERROR)
-    os.environ[name] = "1"
+    """Keep lm-eval from forking in this context, which can hang once torch has threads."""
+    environment = {**os.environ}
+    os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         yield
     finally:
-        logger.setLevel(level)
-        del os.environ[name]
-        os.environ |= {} if value is None else {name: value}
+        del os.environ["DISABLE_MULTIPROC"]
+        os.environ |= environment
 
 
 def _checksum(task: Any) -> int:
@@ -225,65 +219,58 @@ def _run(options: Namespace) -> None:
     """Run the tasks of a command line on its model, then print and write the results."""
     # Imported late, since help and mistakes need not wait for torch, Lightning and transformers.
     from mrp_lightning.devices import device_named
-
-    device = device_named(options.device)
-    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
-    if not names:
-        raise OptionError("expected names of tasks, separated by commas.", "tasks")
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.models.gguf import located
     from mrp_lightning.models.loading import load_config
 
     # Outputs, records, configuration and tasks are checked before the weights are loaded.
+    device = device_named(options.device)
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not names:
+        raise OptionError("expected names of tasks, separated by commas.", "tasks")
     out = options.out and options.out.absolute()
     if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
         raise OptionError(f"expected a file in a directory that can be written. Got {out}.", "out")
-    options.model = located(options.model, options.gguf_file, options.revision)
-    directory = Path(options.model).expanduser()
-    recorded = evaluation.Evaluation()
-    if (directory / evaluation.NAME).exists():
-        recorded = evaluation.read(directory)
+    source = located(options.model, options.gguf_file, options.revision)
+    directory = Path(source).expanduser()
+    has_record = (directory / evaluation.NAME).exists()
+    recorded = evaluation.read(directory) if has_record else evaluation.Evaluation()
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    load_config(options.model, **hub)
+    load_config(source, **hub)
     tasks = load_tasks(names, include_path=options.include_path, num_fewshot=options.num_fewshot)
-    model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
+    model = CausalLM(source, dtype=options.dtype, **hub).to(device)
     results = evaluate(model, tasks, batch_size=options.batch_size, limit=options.limit)
-    _write(options, out, results, recorded)
-
-
-def _write(
-    options: Namespace,
-    out: Path | None,
-    results: Mapping[str, Any],
-    recorded: evaluation.Evaluation,
-) -> None:
-    """Print results, write them to `out`, and add them to what is `recorded` beside the model."""
-    from lm_eval.utils import handle_non_serializable, make_table
-
-    summary, directory = summarize(results), Path(options.model).expanduser()
-    print(make_table(results))
-    if (mean := evaluation.mean_accuracy(summary)) is not None:
-        by_length = " and ".join(sorted(evaluation.BY_LENGTH & summary.keys()))
-        of = f", of acc_norm of {by_length} and acc of the others" if by_length else ""
-        print(f"mean accuracy: {mean:.4f}{of}")
+    summary = summarize(results)
+    _print(results, summary)
     if out:
-        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        save_text(out, text + "\n")
+        from lm_eval.utils import handle_non_serializable as plain
+
+        save_text(out, json.dumps(results, indent=2, default=plain, ensure_ascii=False) + "\n")
         print(f"lm-eval's results are in {options.out}")
     if directory.is_dir() and os.access(directory, os.W_OK):
         # A quick look with `--limit` must not replace the result of all samples.
         sizes = {task: recorded.zeroshot.get(task, {}).get("samples") or 0 for task in summary}
         fuller = {task: n for task, n in sizes.items() if n > (summary[task]["samples"] or 0)}
         added = {task: scores for task, scores in summary.items() if task not in fuller}
-        path = evaluation.record(directory, zeroshot=added, model=options.model)
-        print(f"Recorded in {path}")
+        print(f"Recorded in {evaluation.record(directory, zeroshot=added, model=source)}")
         for task, n in fuller.items():
             print(f"but for {task}: {n} samples are recorded there, these were fewer")
     elif not out:
         print(
-            f"Not recorded: {options.model} is no local directory that can be written. "
+            f"Not recorded: {source} is no local directory that can be written. "
             "`--out FILE` keeps the results."
         )
+
+
+def _print(results: Mapping[str, Any], summary: Mapping[str, Scores]) -> None:
+    """Print lm-eval's table, and the mean accuracy that papers report."""
+    from lm_eval.utils import make_table
+
+    print(make_table(results))
+    if (mean := evaluation.mean_accuracy(summary)) is not None:
+        by_length = " and ".join(sorted(evaluation.BY_LENGTH & summary.keys()))
+        of = f", of acc_norm of {by_length} and acc of the others" if by_length else ""
+        print(f"mean accuracy: {mean:.4f}{of}")
 
 
 def _parser() -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 from mrp_lightning.experiments.runs import CALIBRATION, RunDirectory
 from mrp_lightning.experiments.trials import Trial, has_blocks
-from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
 
 _BASE_MODEL = "base_model"
@@ -76,12 +75,12 @@ class ModelRuns:
     @cached_property
     def originals(self) -> list[RunGroup]:
         """The groups without copies of a run in another format."""
-        seen: set[bytes] = set()
+        seen: set[str] = set()
         copies = set()
-        # A copy has the report of its original, byte by byte. Originals come first, so that the
-        # copies are the ones that are left out.
+        # A copy has the report of its original. Originals come first, so that the copies are the
+        # ones that are left out.
         for group in sorted(self.groups, key=lambda g: g.runs[0].exported is not None):
-            reports = {run.files[report.NAME] for run in group.runs if report.NAME in run.files}
+            reports = {json.dumps(run.report.to_dict()) for run in group.runs if run.report}
             if reports and reports <= seen:
                 copies.add(group)
             seen |= reports

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,6 @@ class RunDirectory:
         finished: The content of `run.json`, if a sweep made the run.
         exported: The format of the weights in `export_report.json`, if there is one.
         weight_bytes: Size of the safetensors files in bytes; `None` if there are none.
-        files: The bytes of the report and the evaluation, as far as they exist, by file name.
         unfinished: The progress of an unfinished run with a journal, `None` for all others.
     """
 
@@ -102,7 +101,6 @@ class RunDirectory:
     finished: FinishedTrial | None = None
     exported: str | None = None
     weight_bytes: int | None = None
-    files: Mapping[str, bytes] = field(default_factory=dict)
     unfinished: str | None = None
 
     @cached_property
@@ -206,21 +204,18 @@ def read_run(directory: Path, name: str) -> RunDirectory:
     Raises:
         FormatError: A file is damaged, or of a newer version of mrp-lightning.
     """
-    names = (report.NAME, records.NAME)
-    # The bytes are kept for the archive of the page, and to recognise copies.
-    files = {n: (directory / n).read_bytes() for n in names if (directory / n).is_file()}
-    trial, exported = directory / TRIAL, None
+    pruned, scores, trial = (directory / name for name in (report.NAME, records.NAME, TRIAL))
+    exported = None
     if (directory / _EXPORT).is_file():
         exported = str(read_json(directory / _EXPORT, "export again").get("format"))
     return RunDirectory(
         directory=directory,
         name=name,
-        report=PruningReport.load(directory / report.NAME) if report.NAME in files else None,
-        evaluation=records.read(directory) if records.NAME in files else Evaluation(),
+        report=PruningReport.load(pruned) if pruned.is_file() else None,
+        evaluation=records.read(directory) if scores.is_file() else Evaluation(),
         finished=FinishedTrial.load(trial) if trial.is_file() else None,
         exported=exported,
         weight_bytes=sum(f.stat().st_size for f in directory.glob("*.safetensors")) or None,
-        files=files,
     )
 
 
@@ -231,7 +226,6 @@ def _unfinished(journal: Path) -> RunDirectory:
         name=journal.resolve().name.removeprefix(".").removesuffix(".partial"),
         report=content,
         evaluation=Evaluation(),
-        files={report.NAME: as_json(content.to_dict()).encode()},
         unfinished=progress,
     )
 

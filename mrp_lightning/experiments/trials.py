@@ -206,9 +206,10 @@ class Trial:
     @classmethod
     def of_report(cls, config: Mapping[str, Any]) -> "Trial":
         """Return the trial that the arguments in a report describe, of a model without a name."""
-        keys = ("sparsity", "pattern", "bits", "head_grid")
-        arguments: dict[str, Any] = {key: config.get(key) for key in keys}
-        setting = _recipe(method="magnitude", **arguments).amount or HEAD_ALONE
+        arguments = {key: config.get(key) for key in ("sparsity", "pattern", "bits")}
+        setting = HEAD_ALONE
+        if any(arguments.values()):
+            setting = _recipe(method="magnitude", **arguments).of_layers
         return cls("", setting, str(config.get("method")), config.get("block_size"))
 
 

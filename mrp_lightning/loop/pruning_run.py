@@ -423,7 +423,7 @@ class Run:
                 f" (against these weights as they were, {zeros:.0%} of which were zero before)"
             )
         rank_zero_info(
-            f"Pruned {counted(totals['layers'], 'layer')} to {self.settings.amount} with "
+            f"Pruned {counted(totals['layers'], 'layer')} to {self.settings.recipe} with "
             f"{recipe.method} in {totals['seconds']:.1f} s: {totals['share']:.0%} of the model's "
             f"weights are in them, {1 - totals['share']:.0%} are left dense. Mean output error of "
             f"a layer, relative to its output: {totals['relative_loss']:.4f}{zeros_note}. "

@@ -92,12 +92,6 @@ class Settings(PruningArguments):
         # Without removal the tuner changes scales instead, and the grid comes first.
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
-    @property
-    def amount(self) -> str:
-        """The pattern, the bits and the grid of the head in short, such as `2:4, head iq4_nl`."""
-        head = None if self.head_grid is None else f"head {self.head_grid}"
-        return ", ".join(filter(None, [self.recipe.amount, head]))
-
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
         """Return the settings whose `config` method returned this mapping."""

@@ -22,6 +22,22 @@ class Amount:
     grid: Grid | None = None
     head_grid: Grid | None = None
 
+    @property
+    def grids(self) -> list[Grid]:
+        """The grids that weights of the layers, or of the head, are put on; empty without any."""
+        return [grid for grid in (self.grid, self.head_grid) if grid is not None]
+
+    @property
+    def of_layers(self) -> str:
+        """The pattern and the grid in short, such as `2:4`, `50%+4bit` and `q4_0`; may be empty."""
+        pattern = "" if isinstance(self.pattern, Dense) else str(self.pattern)
+        return "+".join(filter(None, [pattern, str(self.grid or "")]))
+
+    def __str__(self) -> str:
+        """Return the pattern, the grid and that of the head in short: `2:4, head iq4_nl`."""
+        head = f"head {self.head_grid}" if self.head_grid else ""
+        return ", ".join(filter(None, [self.of_layers, head]))
+
     @classmethod
     def parse(cls, settings: LayerSettings) -> "Amount":
         """Parse the settings of a layer, but for its method.

@@ -155,12 +155,6 @@ class Recipe(Amount):
         """Whether all layers but the output head stay as they are."""
         return isinstance(self.pattern, Dense) and self.grid is None
 
-    @property
-    def amount(self) -> str:
-        """The pattern and the grid in short, such as `2:4`, `50%+4bit` and `q4_0`; may be empty."""
-        parts = [] if isinstance(self.pattern, Dense) else [str(self.pattern)]
-        return "+".join([*parts, *([str(self.grid)] if self.grid else [])])
-
     def problem(
         self,
         weight: Tensor,

@@ -354,15 +354,15 @@ def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatc
 
 def test_a_ruined_model_and_one_as_before_end_with_a_sentence():
     totals = {"removed": 20, "model_weights": 10**6}
-    report = SimpleNamespace(totals=totals, narrowed={}, config={})
+    report = SimpleNamespace(totals=totals, narrowed={}, amount=SimpleNamespace(grids=[]))
 
-    def why(perplexity, **settings):
-        told = SimpleNamespace(**vars(report) | {"config": settings})
+    def why(perplexity, *grids):
+        told = SimpleNamespace(**vars(report) | {"amount": SimpleNamespace(grids=grids)})
         return why_useless({"perplexity": 1.0}, {"perplexity": perplexity}, told)
 
     assert "is 1.42e+04 times that of the dense model" in why(14200.0)
     assert "neither smaller nor faster" in why(1.001)
-    assert why(1.001, bits=4) is None
+    assert why(1.001, "4bit") is None
     totals["removed"] = 10**5
     assert why(1.2) is None
     assert "those before is 0.3, which is of little" in why_useless({}, {"cosine": 0.3}, report)
