@@ -59,7 +59,8 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
     """Return the layout of a checkpoint by a GGUF file of the same model.
 
     Args:
-        checkpoint: A dense Hugging Face checkpoint; it may be narrower than the file's model.
+        checkpoint: A dense Hugging Face checkpoint; it may be narrower than the file's model, or
+            have fewer blocks.
         like: The GGUF file that the model came from, or another of the same model.
 
     Raises:
@@ -133,6 +134,13 @@ def _all_locations(
         if family := FAMILIES.get(config.model_type):
             family.require_head(head, checkpoint.path)
         locations[head] = Location("output.weight")
+    # Blocks are alike, so that those of the checkpoint lie as the first ones of the file.
+    gone = {f"blk.{k}" for k in range(config.num_hidden_layers, source.num_hidden_layers)}
+    locations = {
+        name: location
+        for name, location in locations.items()
+        if ".".join(location.stored.split(".")[:2]) not in gone
+    }
     if unmatched := locations.keys() ^ state.keys():
         raise OptionError(
             f"`--like`: {like} and {checkpoint.path} do not hold the same weights. In one of them "
@@ -205,7 +213,8 @@ _ARRANGEMENTS: tuple[Callable[[str, PreTrainedConfig], Location], ...] = (
 def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path) -> None:
     for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         other_value, value = getattr(source, key, None), getattr(config, key, None)
-        if other_value != value:
+        is_shorter = key == "num_hidden_layers" and (value or 0) < (other_value or 0)
+        if other_value != value and not is_shorter:
             raise OptionError(
                 f"`--like`: {like} is of another model: its `{key}` is {other_value!r}, the "
                 f"checkpoint's {value!r}. Give the file that the checkpoint was pruned from."
@@ -215,8 +224,10 @@ def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path
 def _sizes(
     arranged: Mapping[str, Tensor], config: PreTrainedConfig, source: PreTrainedConfig
 ) -> dict[str, int]:
-    """Return the metadata that depend on the model's width, without the architecture's prefix."""
+    """Return the metadata that depend on the model's size, without the architecture's prefix."""
     sizes = {}
+    if config.num_hidden_layers != source.num_hidden_layers:
+        sizes["block_count"] = config.num_hidden_layers
     if (up := arranged.get("blk.0.ffn_up.weight")) is not None:
         sizes["feed_forward_length"] = len(up)
     heads = config.num_attention_heads
@@ -358,10 +369,16 @@ def _copy_fields(
     """Copy the metadata, with the sizes of the checkpoint in place of those of the file."""
     architecture = reader.fields["general.architecture"].contents()
     replacements = {f"{architecture}.{name}": value for name, value in sizes.items()}
+    is_shorter = "block_count" in sizes
     for key, entry in reader.fields.items():
         if key.startswith("GGUF.") or key in _OWN:
             continue
         value, kind = entry.contents(), entry.types[0]
+        if is_shorter and kind == GGUFValueType.ARRAY and key.startswith(f"{architecture}."):
+            raise FormatError(
+                f"`--like`: {key} is a list, {value}, of which the checkpoint, that has fewer "
+                "blocks, may need another part. Give no file if the tokenizer is known."
+            )
         is_set = key in replacements and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
         if is_set and value != replacements[key]:
             if kind == GGUFValueType.ARRAY:

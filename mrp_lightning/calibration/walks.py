@@ -1,7 +1,7 @@
 """Run the blocks of a model one at a time, each on the outputs of those before it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +69,10 @@ class Walk(ABC):
         self.forward, self.batches, self.blocks = forward, batches, list(blocks)
         self.store = store
 
-    def twin(self) -> "Walk":
-        """Return another walk over the same model and batches, at its start."""
-        return type(self)(self.forward, self.batches, self.blocks, self.store)
+    def twin(self, batches: Sequence[Any] | None = None) -> "Walk":
+        """Return another walk over the same model, at its start, on the same or other batches."""
+        batches = self.batches if batches is None else batches
+        return type(self)(self.forward, batches, self.blocks, self.store)
 
     def runs_after(self, k: int) -> Sequence[Block]:
         """Return the blocks that the walk still runs after block k."""
@@ -198,9 +199,19 @@ class Inject(Walk):
         self.containers = containers
         self.hidden: list[dict[int, Tensor]] = [{} for _ in batches]  # of each batch, by block
 
-    def twin(self) -> "Inject":
-        """Return another walk over the same model and batches, with hidden states of its own."""
-        return Inject(self.forward, self.batches, self.blocks, self.containers, self.store)
+    def twin(self, batches: Sequence[Any] | None = None) -> "Inject":
+        """Return another walk over the same model, with hidden states of its own."""
+        batches = self.batches if batches is None else batches
+        return Inject(self.forward, batches, self.blocks, self.containers, self.store)
+
+    @contextmanager
+    def skipping(self, removed: Iterable[int]) -> Iterator[None]:
+        """Replace blocks by the identity in this context, in every forward of the model."""
+        with ExitStack() as stack:
+            for k in removed:
+                stub = _stub(self.containers[k], None)
+                stack.enter_context(replaced(self.blocks[k].module, "forward", stub))
+            yield
 
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""

@@ -10,6 +10,7 @@ from mrp_lightning.commands.numbers import MISSING, memory, number, percent, per
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import counted
 from mrp_lightning.loop.progress import roughly
+from mrp_lightning.narrowing.structure import BLOCKS
 from mrp_lightning.pruning.estimate import Estimate
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores
@@ -37,6 +38,8 @@ def amount(settings: Settings) -> str:
     """Return what is removed and the grid of the rest, such as `2:4+4bit`."""
     if settings.structure is None:
         return str(settings.recipe)
+    if settings.structure == BLOCKS:
+        return f"{percent(1 - (settings.sparsity or 0))} of the blocks"
     grid = settings.recipe.grid
     rest = f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
     return rest if grid is None else f"{rest} and {grid}"
@@ -44,6 +47,8 @@ def amount(settings: Settings) -> str:
 
 def method(settings: Settings) -> str:
     """Return the method with the parts that it goes with, such as `JM, dense target, tuned`."""
+    if settings.structure == BLOCKS:
+        return "least change of the output"
     parts = [
         settings.method,
         "dense target" * (settings.target == "dense"),
@@ -60,9 +65,12 @@ def plan(settings: Settings, layers: Plan, data: TextDataModule, windows: int) -
     if not data.train_files:
         text = "text that the model writes itself. Text that is like yours is given by `--text "
         text += "FILE`: it is then evaluated on, too."
+    parts = counted(layers.num_layers, "layer")
     are = "is" if layers.num_layers == 1 else "are"
+    if settings.structure == BLOCKS:
+        parts = counted(len(layers.blocks), "block")
     return (
-        f"{counted(layers.num_layers, 'layer')} {are} to be {verb} to {amount(settings)} by "
+        f"{parts} {are} to be {verb} to {amount(settings)} by "
         f"{method(settings)}, calibrated on {counted(windows, 'window')} of {text}"
     )
 

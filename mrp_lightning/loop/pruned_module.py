@@ -33,6 +33,7 @@ from mrp_lightning.models.checkpoint import directory_of
 from mrp_lightning.models.companions import OF_TOKENIZER, Companions, find_companions
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import check_class, save_pretrained, save_streamed
+from mrp_lightning.narrowing.blocks import renumbered
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters, save_parameters
@@ -307,8 +308,17 @@ def _parameters_of_sources(
             parameters |= load_parameters(source / GRID)
         except FormatError as error:  # the model is pruned by now, and is to be saved
             log.warning("The grid parameters of the model's other layers are lost: %s", error)
-    pruned = {row.name for row in report.pruned}
-    return {name: of_layer for name, of_layer in parameters.items() if name not in pruned}
+    changed = {row.name for row in report.pruned}
+    if removed := report.narrowed.get("removed"):
+        changed |= {*report.narrowed["repair"]["layers"]}
+        renamed = {name: renumbered(name, removed) for name in parameters}
+    else:
+        renamed = {name: name for name in parameters}
+    return {
+        new: parameters[name]
+        for name, new in renamed.items()
+        if new is not None and name not in changed
+    }
 
 
 def save_trained(

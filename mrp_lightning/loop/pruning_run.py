@@ -1,5 +1,6 @@
 """One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,12 +46,14 @@ from mrp_lightning.loop.module_parts import (
 from mrp_lightning.loop.module_plan import plan_for
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir, journal_bytes
+from mrp_lightning.narrowing.blocks import ShorteningPlan, config_without, remove_blocks
 from mrp_lightning.narrowing.cutting import StreamedNarrowing, narrow
-from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
+from mrp_lightning.narrowing.structure import BLOCKS, NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job, Listener, steps_of
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.pruning.shortening import shorten_model
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import alike, find_blocks
@@ -67,17 +70,23 @@ _COUNTS = ("blocks", "layers")
 """Facts about a run that its journal keeps, and that its report has by its rows."""
 
 
-def _warn_of_rounding(structure: Structure, sparsity: float) -> None:
-    """Warn if rounding to whole units removes a fraction far from the requested one."""
-    removed = structure.count / structure.units
-    if abs(removed - sparsity) > _FAR:
+def _warn_of_rounding(plan: Plan, sparsity: float) -> None:
+    """Warn if rounding to whole units or blocks removes a fraction far from the requested one."""
+    if isinstance(plan, NarrowingPlan):
+        count, number = plan.structure.count, plan.structure.units
+        parts = f"{number} {plan.structure.kind} a block"
+    elif isinstance(plan, ShorteningPlan):
+        count, number = plan.count, len(plan.blocks)
+        parts = f"{number} blocks"
+    else:
+        return
+    if abs(count / number - sparsity) > _FAR:
         log.warning(
-            "`sparsity` %g of %d %s a block removes %d of them, which is %.0f%%.",
+            "`sparsity` %g of %s removes %d of them, which is %.0f%%.",
             sparsity,
-            structure.units,
-            structure.kind,
-            structure.count,
-            100 * removed,
+            parts,
+            count,
+            100 * count / number,
         )
 
 
@@ -114,11 +123,10 @@ def _explained(journal: Journal, listener: Listener, blocks: int) -> Iterator[No
             if not listener.pruned_rows:
                 journal.remove()
         elif journal.is_writer:
+            shards = len(journal.manifest.shards)
             log.warning(
-                "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "
-                "there.",
-                len(journal.manifest.shards),
-                blocks,
+                "%s kept in %s. Start the same run again: it goes on there.",
+                f"{shards} of {blocks} blocks are pruned, and" if shards else "What was decided is",
                 journal.path,
             )
         raise
@@ -236,8 +244,7 @@ class Run:
         if dict(self.module.named_modules()) != self._modules:
             self._make_plan()
         plan = self.plan
-        if isinstance(plan, NarrowingPlan):
-            _warn_of_rounding(plan.structure, self.settings.recipe.pattern.sparsity)
+        _warn_of_rounding(plan, self.settings.recipe.pattern.sparsity)
         # Without blocks, the first call of a layer to prune is as far as a batch has to come.
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
         self._capture = StepCapture(
@@ -335,7 +342,10 @@ class Run:
         with fail_together(job.processes):
             try:
                 with listener.reporter.bar(job.plan.num_layers, "pruning"):
-                    prune_model(job)
+                    if isinstance(job.plan, ShorteningPlan):
+                        narrowed = self._shorten(job, job.plan)
+                    else:
+                        prune_model(job)
                     if job.structure is not None:
                         narrowed = self._narrow(job.structure)
             finally:
@@ -350,8 +360,8 @@ class Run:
                     narrowed=narrowed,
                 )
             for name in ("sparsity", "relative_loss"):
-                total = torch.tensor(self.report.totals[name])
-                self.trainer.callback_metrics[f"prune/{name}"] = total
+                if (total := self.report.totals[name]) is not None:
+                    self.trainer.callback_metrics[f"prune/{name}"] = torch.tensor(total)
         grid = {name: x for result in listener.results for name, x in result.grid.items()}
         # A journal of a run with a directory of its own outlives the saving of the model.
         leaves = self.output.run_directory is not None
@@ -443,6 +453,17 @@ class Run:
 
     def _log_narrowed(self) -> None:
         narrowed, totals = self.report.narrowed, self.report.totals
+        if narrowed["structure"] == BLOCKS:
+            repair = narrowed["repair"]
+            fitted = f", {repair['change']:.4f} after {', '.join(repair['layers'])} was fitted"
+            rank_zero_info(
+                f"Removed {', '.join(narrowed['removed'])}, {narrowed['units'] - narrowed['kept']} "
+                f"of {narrowed['units']} blocks, in {totals['seconds']:.1f} s: the model has "
+                f"{narrowed['model_weights']:,} of {totals['model_weights']:,} weights. Mean "
+                f"change of its output: {narrowed['change']:.4f}{fitted * bool(repair['layers'])}. "
+                f"{self._where}"
+            )
+            return
         rank_zero_info(
             f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each of "
             f"{narrowed['blocks']} blocks with {self.settings.recipe.method} in "
@@ -480,6 +501,29 @@ class Run:
             "blocks": len(structure.blocks),
             "config": dict(structure.config),
             "model_weights": weights,
+        }
+
+    def _shorten(self, job: Job, plan: ShorteningPlan) -> dict[str, Any]:
+        """Choose blocks, repair those that stay, and remove the others from the model.
+
+        Returns:
+            The description of the shortened model for the report.
+        """
+        removal, repair = shorten_model(job)
+        names = [plan.blocks[k].name for k in removal.blocks]
+        config = config_without(plan, removal.blocks)
+        remove_blocks(plan, removal.blocks)
+        known = {"run_change": removal.run_change, "greedy_change": removal.greedy_change}
+        return {
+            "structure": BLOCKS,
+            "units": len(plan.blocks),
+            "kept": len(plan.blocks) - len(names),
+            "removed": names,
+            "change": removal.change,
+            **{name: change for name, change in known.items() if math.isfinite(change)},
+            "repair": {"layers": [*repair.weights], "change": repair.change},
+            "config": config,
+            "model_weights": sum(p.numel() for p in self.module.parameters()),
         }
 
     def _forward(self, step: Step) -> Any:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 
-STRUCTURES = ("neurons", "heads", "experts")
-"""The kinds of units that can be removed as a whole."""
+UNITS = ("neurons", "heads", "experts")
+"""The kinds of units of a block that can be removed as a whole."""
+BLOCKS = "blocks"
+STRUCTURES = (*UNITS, BLOCKS)
+"""The kinds of parts of a model that can be removed as a whole."""
 
 Attribute = tuple[Any, str, Any]
 """An object (a module or a configuration), the name of one of its attributes, and a new value."""

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mrp_lightning.errors import FormatError, OptionError, TargetError
+from mrp_lightning.errors import FormatError, OptionError, TargetError, first_line
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.narrowing.structure import (
     Attribute,
@@ -40,7 +41,8 @@ _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k")
 """The entries of configurations that give the number of experts of each token."""
-_PLAIN = (int, float, bool, str, type(None), tuple, list)
+PLAIN = (int, float, bool, str, type(None), tuple, list)
+"""The types of attributes of modules that are compared."""
 
 Sizes = dict[str, int]
 """Entries of a configuration that depend on the number of units, by name."""
@@ -90,8 +92,8 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
         raise _cannot(model, kind, "no repeated blocks were found in it")
     # Built from the configuration, the model must have the present shapes: otherwise shapes of a
     # narrower configuration say nothing about this model.
-    text, dense = model.config.get_text_config(), _built(model, {})
-    if isinstance(dense, _Unfit):
+    text, dense = model.config.get_text_config(), built(model, {})
+    if isinstance(dense, Unfit):
         raise _cannot(model, kind, dense.reason)
     shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
     parameters = {without_compiled(name): p for name, p in model.named_parameters()}
@@ -108,7 +110,7 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
         kept = _kept(kind, units, sparsity, multiple, _least(text, kind))
         entry = _Entry(model, kind, plan, dense, units, entries)
         fit = entry.fit(kept)
-        if isinstance(fit, _Unfit) and fit.by_transformers:
+        if isinstance(fit, Unfit) and fit.by_transformers:
             fit = _refuse_with_nearest(entry, kept, sparsity, fit)
         if isinstance(fit, Structure):
             return fit
@@ -119,7 +121,7 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
 
 
 @dataclass(frozen=True)
-class _Unfit:
+class Unfit:
     """The reason why a changed configuration does not describe the model with fewer units."""
 
     reason: str
@@ -137,20 +139,20 @@ class _Entry:
     units: int  # the present number
     per_unit: Sizes  # the entries, for one unit
 
-    def fit(self, kept: int) -> "Structure | _Unfit":
+    def fit(self, kept: int) -> "Structure | Unfit":
         """Return the structure in which `kept` units remain, or why there is none."""
         config = {name: kept * each for name, each in self.per_unit.items()}
         config |= _fixed(self.model, self.kind)
-        narrower = _built(self.model, config)
-        if isinstance(narrower, _Unfit):
+        narrower = built(self.model, config)
+        if isinstance(narrower, Unfit):
             return narrower
         comparison = _Comparison(self, narrower, kept)
         if (reason := comparison.why_unfit()) is not None:
-            return _Unfit(reason)
+            return Unfit(reason)
         return comparison.structure(config)
 
 
-def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: _Unfit) -> _Unfit:
+def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: Unfit) -> Unfit:
     """Raise an OptionError with the nearest number of units that transformers accepts.
 
     Returns:
@@ -161,7 +163,7 @@ def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: _Un
     # depends on the number, so that the first other reason holds for all of them.
     for count in sorted(range(1, units), key=lambda count: (abs(count - kept), -count)):
         fit = entry.fit(count)
-        if isinstance(fit, _Unfit):
+        if isinstance(fit, Unfit):
             if fit.by_transformers:
                 continue
             return fit
@@ -262,23 +264,25 @@ def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1)
     )
 
 
-def _built(model: PreTrainedModel, entries: Mapping[str, int]) -> PreTrainedModel | _Unfit:
+def built(model: PreTrainedModel, entries: Mapping[str, Any]) -> PreTrainedModel | Unfit:
     """Build the model without weights from a changed configuration, or return why it fails."""
     config = copy.deepcopy(model.config)
     try:
         for name, value in entries.items():
             setattr(config.get_text_config(), name, value)
     except AttributeError:  # read-only, as Falcon's computed `head_dim`
-        return _Unfit(f"{name} follows from other entries")
+        return Unfit(f"{name} follows from other entries")
     try:
         config = type(config).from_dict(config.to_dict())
     except StrictDataclassError as error:  # a validator of transformers
         reason = str(error).splitlines()[-1].strip(" .").removeprefix("ValueError: ")
-        return _Unfit(reason, by_transformers=True)
+        return Unfit(reason, by_transformers=True)
+    except ValueError as error:  # a check in a class's own code
+        return Unfit(first_line(error))
     try:
         return build_without_weights(config, kind=type(model))
     except FormatError as error:
-        return _Unfit(str(error))
+        return Unfit(str(error))
 
 
 @dataclass(frozen=True, eq=False)
@@ -443,7 +447,7 @@ def _attributes(model: nn.Module, dense: nn.Module, narrower: nn.Module) -> Iter
     for name, module in dense.named_modules():
         other = vars(narrower_modules[name]) if name in narrower_modules else {}
         for key, value in vars(module).items():
-            if not isinstance(value, _PLAIN) or key not in other or name not in modules:
+            if not isinstance(value, PLAIN) or key not in other or name not in modules:
                 continue
             if other[key] != value:
                 yield modules[name], key, other[key]

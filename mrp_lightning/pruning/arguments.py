@@ -109,8 +109,10 @@ class PruningArguments(LayerSettings):
 
     structure: str | None = None
     """"neurons", "heads" or "experts": remove a fraction `sparsity` of each block's MLP neurons, of
-    its key-value groups with their query heads, or of its experts with their rows of the router.
-    The result is a narrower dense model, described by an ordinary configuration. The number of
+    its key-value groups with their query heads, or of its experts with their rows of the router;
+    "blocks": of the model's blocks, those whose absence changes the model's output least.
+    The result is a smaller dense model, described by an ordinary configuration. The number of
     remaining neurons is a multiple of 32; of experts, at least as many remain as each token uses.
     For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the
-    first three). A second run can put the narrower model on a grid; see docs/narrower.md."""
+    first three; blocks, which have no method: SM). A second run can put the smaller model on a
+    grid; see docs/narrower.md."""

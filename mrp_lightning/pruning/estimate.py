@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mrp_lightning.narrowing.blocks import ShorteningPlan
+from mrp_lightning.pruning.output_change import TOKENS
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.pruning.shortening import HELD_OUT
 from mrp_lightning.solver.arithmetic import ELEMENTS
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
@@ -68,6 +71,8 @@ def estimate(
         products_per_second: The speed of float32 matrix products, in multiply-adds a second.
     """
     head = [] if plan.head is None else [plan.head]
+    if isinstance(plan, ShorteningPlan):
+        return _of_blocks(model, plan, windows, length, tokens_per_second)
     layers = [layer for block in plan.layers.values() for layer in block] + plan.outside
     tokens, weights = windows * length, sum(p.numel() for p in model.parameters() if p.ndim > 1)
     # A forward takes one multiply-add for each weight and token, so that its time is shared out by
@@ -103,6 +108,22 @@ def estimate(
     solver = max(4 * (_PER_WEIGHT * count + _PER_SQUARE * columns**2) for count, columns in solved)
     solver += sum(layer.weight.nbytes for layer in head)
     return Estimate(seconds, round(states + solver) + _BUFFERS)
+
+
+def _of_blocks(
+    model: nn.Module, plan: ShorteningPlan, windows: int, length: int, tokens_per_second: float
+) -> Estimate:
+    """Estimate a choice of blocks and its repair; see `shorten_model` for the forwards."""
+    number, compared = len(plan.blocks), max(1, windows // HELD_OUT)
+    rows = min(compared * length, TOKENS)
+    forwards = number / 2
+    if plan.count > 1:
+        forwards += number / 2 + (plan.count - 1) * min(plan.count, number / 2)
+    seconds = (rows * forwards + 2 * (windows - compared) * length) / tokens_per_second
+    config = plan.model.config.get_text_config()
+    size = next(model.parameters()).element_size()
+    outputs = rows * getattr(config, "vocab_size", 0) * size
+    return Estimate(seconds, 2 * windows * length * config.hidden_size * size + outputs + _BUFFERS)
 
 
 def products_per_second(device: torch.device, size: int | None = None) -> float:

@@ -71,19 +71,7 @@ def prune_model(job: Job) -> list[BlockResult]:
         SaveError: The journal cannot be written.
         JournalError: The journal has layers that the plan lacks.
     """
-    offloads, padding = job.settings.offload, Padding(job.model)
-    # Streamed blocks come from their files when they run, so there is nothing to move.
-    moves = offloads and job.streamed is None
-    offload = Offload([b.module for b in job.plan.blocks] if moves else [], job.device)
-    pinned = (job.streamed or offload).pinned
-    with (
-        _used_by(job),
-        explained_out_of_memory(job.device, offload=offloads),
-        padding.watch(),
-        offload.active(),
-        torch.no_grad(),
-        rerouted(job.plan),
-    ):
+    with started(job) as (padding, pinned), rerouted(job.plan):
         results = [_left_dense(job.plan)]
         job.listener.block(results[0])
         steps = _Steps(job, padding, pinned)
@@ -105,6 +93,30 @@ def prune_model(job: Job) -> list[BlockResult]:
             raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
         _warn_of_unmatched(job.processes.all(padding.unmatched))
     return results
+
+
+@contextmanager
+def started(job: Job) -> Iterator[tuple[Padding, Pinned]]:
+    """Run a job in this context: its time and memory are measured, and offloaded blocks moved.
+
+    Yields:
+        The padding, which watches all forwards, and the context that keeps a block on the device.
+
+    Raises:
+        OutOfMemoryError: There is not enough memory.
+    """
+    offloads, padding = job.settings.offload, Padding(job.model)
+    # Streamed blocks come from their files when they run, so there is nothing to move.
+    moves = offloads and job.streamed is None
+    offload = Offload([b.module for b in job.plan.blocks] if moves else [], job.device)
+    with (
+        _used_by(job),
+        explained_out_of_memory(job.device, offload=offloads),
+        padding.watch(),
+        offload.active(),
+        torch.no_grad(),
+    ):
+        yield padding, (job.streamed or offload).pinned
 
 
 def _left_dense(plan: Plan) -> BlockResult:

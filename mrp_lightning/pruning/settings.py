@@ -7,7 +7,7 @@ from typing import Any
 
 from mrp_ground.arguments import checked
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
-from mrp_lightning.narrowing.structure import STRUCTURES
+from mrp_lightning.narrowing.structure import BLOCKS, STRUCTURES
 from mrp_lightning.pruning.arguments import BlockTuning as BlockTuning
 from mrp_lightning.pruning.arguments import PruningArguments
 from mrp_lightning.solver.columns import check_column_method
@@ -21,6 +21,8 @@ TARGETS = ("own", "dense")
 _NAMES = ("targets", "ignore", "blocks")
 _NOT_WHOLE = ("pattern", "allocation", "targets", "ignore", "blocks", "skip_indivisible")
 """Settings that exclude `structure`, since they choose layers, or weights within a layer."""
+_OF_PARTS = (*_NOT_WHOLE, "method", "target", "tuning", "balance", "bits", "grid", "head_grid")
+"""Settings that exclude `structure: blocks`, which leaves no part of a block to choose or tune."""
 _OF_BLOCKS = (
     *("structure", "target", "allocation", "balance", "tuning", "targets", "ignore", "blocks"),
     "skip_indivisible",
@@ -114,6 +116,16 @@ class Settings(PruningArguments):
                 f"`structure` must be one of {', '.join(STRUCTURES)}; got {self.structure!r}."
             )
         config, defaults = self.config(), self.defaults()
+        if self.structure == BLOCKS:
+            defaults["method"] = "SM"
+            if excluded := [name for name in _OF_PARTS if config[name] != defaults[name]]:
+                raise OptionError(
+                    "`structure: blocks` removes a part (`sparsity`) of the blocks, chosen by the "
+                    "model's output. Leave out "
+                    f"{', '.join(f'`{x}`' for x in excluded)}; another run can prune or quantise "
+                    "the blocks that stay, and `distill` trains them."
+                )
+            return
         if excluded := [name for name in _NOT_WHOLE if config[name] != defaults[name]]:
             raise OptionError(
                 f"`structure: {self.structure}` removes a part (`sparsity`) of the "

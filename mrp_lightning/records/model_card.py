@@ -52,7 +52,7 @@ def model_card(
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
     trained = report.provenance.get("trained", {})
     lines = [
-        _how(config["method"], trained),
+        _how(None if "removed" in narrowed else config["method"], trained),
         "",
         *([f"- base model: `{name}`"] if name else []),
         *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
@@ -64,7 +64,7 @@ def model_card(
             else []
         ),
         *_zeros_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
-        f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
+        *_loss(narrowed, totals),
         *_calibration(report.provenance.get("data", {})),
         "- every layer: `pruning_report.json`",
     ]
@@ -214,11 +214,12 @@ def _kind(config: Mapping[str, Any]) -> str:
     return " and ".join(filter(None, [pruned, quantised]))
 
 
-def _how(method: str, trained: dict[str, Any]) -> str:
+def _how(method: str | None, trained: dict[str, Any]) -> str:
+    by = f"with mrp-lightning{'' if method is None else f' (method `{method}`)'}"
     if not trained:
-        return f"Pruned after training, without retraining, with mrp-lightning (method `{method}`)."
+        return f"Pruned after training, without retraining, {by}."
     return (
-        f"Pruned with mrp-lightning (method `{method}`), then trained for {trained['steps']:,} "
+        f"Pruned {by}, then trained for {trained['steps']:,} "
         "steps with the removed weights kept at zero. What is said of the layers' errors is from "
         "before that training."
     )
@@ -237,6 +238,11 @@ def _removed(totals: Mapping[str, Any]) -> list[str]:
 def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:
     """Return the lines on the units that were removed."""
     config = ", ".join(f"`{key}` {value}" for key, value in narrowed["config"].items())
+    if "removed" in narrowed:
+        return [
+            f"- dense, and shorter: {_kept(narrowed)}, without {', '.join(narrowed['removed'])}",
+            f"- weights of the model: {narrowed['model_weights']:,} of {totals['model_weights']:,}",
+        ]
     return [
         f"- dense, and narrower: {_kept(narrowed)}, as its configuration says ({config})",
         f"- weights of the model: {narrowed['model_weights']:,} of {totals['model_weights']:,}",
@@ -244,7 +250,21 @@ def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[st
 
 
 def _kept(narrowed: Mapping[str, Any]) -> str:
-    return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']} a block"
+    each = "" if "removed" in narrowed else " a block"
+    return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']}{each}"
+
+
+def _loss(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:
+    """Return the lines on what the pruning lost, as far as it is known."""
+    if "removed" not in narrowed:
+        loss = totals["relative_loss"]
+        return [f"- mean output error of a layer, relative to its output: {loss:.4f}"]
+    repair = narrowed["repair"]
+    fitted = f", {repair['change']:.4f} after a fit of {', '.join(repair['layers'])}"
+    return [
+        "- mean change of the output, KL(dense ‖ this) for a language model: "
+        f"{narrowed['change']:.4f}{fitted * bool(repair['layers'])}"
+    ]
 
 
 def _zeros_before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -69,7 +69,11 @@ class PruningReport:
         narrowed: For a narrower model, the `structure` that was removed, the number of `units` of
             each block and how many are `kept`, the number of `blocks`, the changed entries of the
             `config`, and the remaining number of weights, `model_weights`; otherwise empty. The
-            `shape` of a layer is that before the removal.
+            `shape` of a layer is that before the removal. For a model without some blocks, the
+            units are its blocks; `removed` has the names of those that went, `change` the mean
+            KL(dense ‖ shortened) on held-out windows, `run_change` and `greedy_change` that of the
+            two ways to choose, and `repair` the fitted `layers` (by their former names) and the
+            `change` with them.
         resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
             outside the blocks count as one block; `seconds` includes that run.
     """

@@ -43,6 +43,7 @@ def pruned(source, directory, **options):
 RUNS = [
     {"structure": "neurons", "sparsity": 0.25},
     {"structure": "heads", "sparsity": 0.5},
+    {"structure": "blocks", "sparsity": 0.5},
     {"pattern": "2:4"},
 ]
 
@@ -59,8 +60,11 @@ def test_it_reads_back_as_the_same_model(options, source, tmp_path, capsys):
     )
     for name, weight in ours.state_dict().items():
         assert torch.equal(weight, theirs.state_dict()[name]), name
-    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    for key in (*sizes, "num_hidden_layers"):
         assert getattr(ours.config, key) == getattr(theirs.config, key)
+    blocks = {x.name.split(".")[1] for x in gguf.GGUFReader(file).tensors if "blk." in x.name}
+    assert len(blocks) == ours.config.num_hidden_layers
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)

@@ -14,10 +14,10 @@ from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.pruning.allocation import (
     STEP,
     Change,
-    _divergence,
     allocate,
     patterns_of_layers,
 )
+from mrp_lightning.pruning.output_change import _divergence
 from mrp_lightning.pruning.prune_layers import prune_layers
 from mrp_lightning.pruning.settings import Settings
 
@@ -107,7 +107,7 @@ def test_blocks_that_change_the_predicted_tokens_more_are_pruned_less(kept, buil
 @torch.no_grad()
 def test_enough_tokens_are_run_and_no_more(build, batches, monkeypatch):
     run, finish = [], Inject.finish
-    monkeypatch.setattr("mrp_lightning.pruning.allocation.TOKENS", 1)
+    monkeypatch.setattr("mrp_lightning.pruning.output_change.TOKENS", 1)
     monkeypatch.setattr(
         Inject, "finish", lambda self, k, i: run.append((k, i)) or finish(self, k, i)
     )
@@ -118,7 +118,7 @@ def test_enough_tokens_are_run_and_no_more(build, batches, monkeypatch):
 
 @torch.no_grad()
 def test_the_same_tokens_are_compared_in_batches_of_any_size(build, monkeypatch, fine):
-    monkeypatch.setattr("mrp_lightning.pruning.allocation.TOKENS", 40)
+    monkeypatch.setattr("mrp_lightning.pruning.output_change.TOKENS", 40)
     ids = torch.randint(3, 64, (6, 16), generator=torch.Generator().manual_seed(3))
     found = []
     for size in (1, 4):
