@@ -8,7 +8,7 @@ Python, as on a CPU.
 from collections.abc import Sequence
 from typing import Any
 
-from mrp_lightning.commands.command import exit_on_mistake, make_parser, number_from
+from mrp_lightning.commands.command import CommandParser, exit_on_mistake, number_from
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -22,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Any:
-    parser = make_parser("mrp-lightning generate", str(__doc__))
+    parser = CommandParser("mrp-lightning generate", str(__doc__))
     option = parser.add_argument
     option("directory", metavar="DIR", help="a packed (or dense) model")
     option("--prompt", required=True, metavar="TEXT", help="how the text begins")

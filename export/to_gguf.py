@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning import errors
-from mrp_lightning.commands.command import exit_on_mistake, make_parser
+from mrp_lightning.commands.command import CommandParser, exit_on_mistake
 from mrp_lightning.environment import extra
 from mrp_lightning.storage.outputs import save_file
 
@@ -98,7 +98,7 @@ def convert(options: Namespace) -> Path:
 
 
 def _parser() -> Any:
-    parser = make_parser(
+    parser = CommandParser(
         "mrp-lightning gguf",
         "Write a pruned checkpoint as a GGUF file for llama.cpp.",
     )

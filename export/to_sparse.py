@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from mrp_lightning.commands.command import exit_on_mistake, make_parser
+from mrp_lightning.commands.command import CommandParser, exit_on_mistake
 
 FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors", "gptq")
 """The keys of `TARGETS`, which loads torch."""
@@ -34,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Any:
-    parser = make_parser(
+    parser = CommandParser(
         "mrp-lightning export",
         "Pack a checkpoint that was pruned, and prove that it computes the same.",
     )

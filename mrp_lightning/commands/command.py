@@ -86,7 +86,7 @@ def _message(mistake: BaseException) -> str:
 class CommandParser(argparse.ArgumentParser):
     """argparse's parser, which raises its errors as `OptionError` and takes no abbreviations.
 
-    An abbreviation may become ambiguous in a later version.
+    An abbreviation may become ambiguous in a later version. `prog` is the command as it is typed.
 
     Attributes:
         takes_model: Whether the command has MODEL, or `--model` in its place.
@@ -144,11 +144,6 @@ def nearest(name: str, names: Sequence[str]) -> str:
     matches = [known for known in names if known.startswith(name)]
     matches = matches if len(matches) == 1 else get_close_matches(name, names, n=1)
     return f"Did you mean `{matches[0]}`?" if matches else f"There are {', '.join(names)}."
-
-
-def make_parser(prog: str, description: str) -> CommandParser:
-    """Return the parser of a command, without options; `prog` is the command's name as typed."""
-    return CommandParser(prog, description)
 
 
 def add_model_options(parser: CommandParser) -> None:

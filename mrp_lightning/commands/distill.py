@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrp_lightning.commands.command import CommandParser, make_parser, number_from
+from mrp_lightning.commands.command import CommandParser, number_from
 from mrp_lightning.errors import OptionError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _report(result: "Distilled", options: Namespace, console: Any) -> None:
 
 
 def _parser() -> CommandParser:
-    parser = make_parser("mrp-lightning distill", _DESCRIPTION)
+    parser = CommandParser("mrp-lightning distill", _DESCRIPTION)
     option, number = parser.add_argument, number_from(1)
     option("run", metavar="RUN", help="the directory of a pruned model")
     option("--teacher", metavar="MODEL", help="the dense model (default: what RUN was pruned from)")

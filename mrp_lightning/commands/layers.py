@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mrp_lightning.commands.command import add_model_options, make_parser
+from mrp_lightning.commands.command import CommandParser, add_model_options
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -24,7 +24,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Any:
-    parser = make_parser(
+    parser = CommandParser(
         "mrp-lightning layers",
         "List what would be pruned and what would stay dense, and why. No weights are "
         "needed: of the model only the configuration is read.",

@@ -38,12 +38,14 @@ class Parser(ArgumentParser):
         take_strings(self)
         return added
 
-    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """Read a configuration; raise an `OptionError` that names it if it is no text."""
+    def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Parse a command line; raise an `OptionError` also for a file that is no text."""
         try:
-            return super().parse_path(path, *args, **kwargs)
+            return super().parse_args(args, *more, **kwargs)
         except UnicodeDecodeError as error:
-            raise OptionError(f"{path}, or a file that it names, is no UTF-8: {error}.") from error
+            words = [word.rpartition("=")[2] for word in (sys.argv[1:] if args is None else args)]
+            files = ", ".join(word for word in words if word.endswith(_SUFFIXES))
+            raise OptionError(f"{files}, or a file named there, is no UTF-8: {error}.") from error
 
     def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
         """Read a configuration; refuse a key of no option also if its value is an empty mapping."""

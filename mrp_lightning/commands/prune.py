@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from mrp_lightning.commands.command import (
     CommandParser,
     add_model_options,
-    make_parser,
     number_from,
 )
 from mrp_lightning.environment import extra
@@ -277,7 +276,7 @@ def _add_settings(parser: CommandParser, *, with_help: bool) -> None:
 
 
 def _parser(args: Sequence[str] = ()) -> CommandParser:
-    parser = make_parser("mrp-lightning prune", _DESCRIPTION)
+    parser = CommandParser("mrp-lightning prune", _DESCRIPTION)
     add_model_options(parser)
     option = parser.add_argument
     text = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from mrp_lightning.commands.command import add_model_options, make_parser, number_from
+from mrp_lightning.commands.command import CommandParser, add_model_options, number_from
 from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DataError, MissingFileError, OptionError
 from mrp_lightning.records import evaluation
@@ -274,7 +274,7 @@ def _print(results: Mapping[str, Any], summary: Mapping[str, Scores]) -> None:
 
 
 def _parser() -> Any:
-    parser = make_parser(
+    parser = CommandParser(
         "mrp-lightning zeroshot",
         "Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
         "added to evaluation.json in its directory.",

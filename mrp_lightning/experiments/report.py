@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.commands.command import make_parser
+from mrp_lightning.commands.command import CommandParser
 from mrp_lightning.environment import extra
 
 
@@ -32,7 +32,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def _parser() -> Any:
-    parser = make_parser(
+    parser = CommandParser(
         "mrp-lightning report",
         "Write one HTML page, which needs no other file, about the runs in a directory "
         "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "

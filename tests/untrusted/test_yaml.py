@@ -29,7 +29,7 @@ def laughs(depth: int) -> str:
         (laughs(12), "its aliases stand for more than 100,000 values"),
         ("a: &a [*a]", "its aliases stand for more than 100,000 values"),
         ("[" * 1200 + "]" * 1200, "nested too deeply"),
-        (b"\xff\xfe\x00", "a.yaml, or a file that it names, is no UTF-8: "),
+        (b"\xff\xfe\x00", "a.yaml, or a file named there, is no UTF-8: "),
         ("a: \0", "not allowed"),
         ("a: 1\n---\nb: 2", "expected a single document"),
         ("a: {b: 1, c: 2, b: 3}", "given twice: b"),
@@ -62,3 +62,10 @@ def test_tags_call_nothing(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["predict", "--config", str(file)])
     assert not ran.exists()
+
+
+def test_a_file_of_one_group_that_is_no_text_is_named(tmp_path, capsys):
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit):
+        main(["predict", f"--data={tmp_path / 'bytes.yaml'}", "--model=absent"])
+    assert "bytes.yaml, or a file named there, is no UTF-8" in capsys.readouterr().err
