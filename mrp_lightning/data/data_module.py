@@ -205,6 +205,9 @@ class TextDataModule(LightningDataModule):
                 "tokenizer",
             )
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not _holds_parts(text, messages):  # the template takes strings alone
+            whole = [message | {"content": _joined(message)} for message in messages]
+            text = tokenizer.apply_chat_template(whole, tokenize=False)
         return text.removeprefix(tokenizer.bos_token or "")  # `Cutter` adds it
 
     def fit_to(self, config: PreTrainedConfig) -> None:
@@ -403,6 +406,34 @@ class TextDataModule(LightningDataModule):
     def _loader(self, windows: Any) -> DataLoader[Any]:
         share = one_share_each(windows, self.trainer)
         return DataLoader(windows, batch_size=self.batch_size, sampler=share)
+
+
+def _holds_parts(text: str, messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the text of a conversation has all text parts of its messages as they are."""
+    lists = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return all(
+        str(content) not in text
+        and all(str(part.get("text", "")).strip() in text for part in content)
+        for content in lists
+        if all(isinstance(part, dict) for part in content)
+    )
+
+
+def _joined(message: dict[str, Any]) -> Any:
+    """Return the content of a message, text parts joined as one text.
+
+    Raises:
+        DataError: There are parts of other kinds, such as images.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    if others := sorted({str(part.get("type")) for part in content if "text" not in part}):
+        raise DataError(
+            f"a message has parts of the kinds {', '.join(others)}, and the tokenizer's chat "
+            "template takes text alone. Leave these parts out."
+        )
+    return "\n".join(part["text"] for part in content)
 
 
 def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:

@@ -155,7 +155,9 @@ class Manifest:
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping as it is read back from a JSON file; values that JSON lacks become text."""
-    content: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    # A file name that is no UTF-8 has surrogates, which no file can hold.
+    text = json.dumps(values, default=str, ensure_ascii=False).encode("utf-8", "replace")
+    content: dict[str, Any] = json.loads(text)
     return content
 
 

@@ -87,7 +87,9 @@ def new_card(title: str, lines: Sequence[str] = (), **metadata: Any) -> str:
 def with_section(card: str, title: str, lines: Sequence[str]) -> str:
     """Return a card with a section at its end, which replaces an earlier one of this title."""
     section = re.compile(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", re.S)
-    return section.sub("", card).rstrip() + "\n\n" + "\n".join([f"## {title}", "", *lines]) + "\n"
+    text = section.sub("", card).rstrip() + "\n\n" + "\n".join([f"## {title}", "", *lines]) + "\n"
+    # A file name that is no UTF-8 has surrogates, which no card can hold.
+    return text.encode("utf-8", "replace").decode()
 
 
 def made_by(*commands: str | None) -> list[str]:

@@ -232,8 +232,10 @@ class _Descent:
         within, steps = matrix[piece, piece], self.kept[piece] * scale
         minus_previous, moved = codes * -steps, torch.empty_like(codes)
         # The minimum is at x_j − g_j / H_jj, in codes c_j − g_j / (H_jj·scale). The divisor is the
-        # scale and not the step, which is zero for removed weights.
+        # scale and not the step, which is zero for removed weights. The smallest scales may give a
+        # number beyond the largest one, and infinity times a slope of zero is NaN.
         per_code = -1 / (within.diagonal()[:, None] * scale)
+        per_code.clamp_(min=torch.finfo(per_code.dtype).min)
         slope = gradient[own].clone()
         # The loss as a function of x_j alone is a parabola: the code nearest to its minimum is the
         # best.
@@ -337,7 +339,10 @@ class _Descent:
         for some in tried.split(max(1, _SCALES_AT_A_TIME // values.numel())):
             codes = self.grid.nearest_(values / some[:, None])
             errors.append(weights @ codes.mul_(some[:, None]).sub_(values).square_())
-        return tried.gather(0, torch.cat(errors).argmin(0, keepdim=True))[0]
+        chosen = tried.gather(0, torch.cat(errors).argmin(0, keepdim=True))[0]
+        # Zeros have no scale: with 1, as in `decompose`, all their codes stay zero.
+        is_free = self.units is None and self.grid.holds_zero
+        return chosen.masked_fill_(peaks == 0, 1) if is_free else chosen
 
     def _improve_scales(self, group: int, gradient: Tensor, panel: slice) -> None:
         """Move the scales of a group to the optimum for its codes, if that lowers the loss."""

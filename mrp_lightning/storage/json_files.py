@@ -25,6 +25,8 @@ _EXPECTED = "Input should be "
 def as_json(content: Any) -> str:
     """Return the text of a JSON file; NaN and infinities, which JSON lacks, become null.
 
+    Surrogates, which names of files that are no UTF-8 have, become question marks.
+
     Raises:
         TypeError: The content has other types than mappings, lists, tuples, strings, numbers and
             `None`.
@@ -101,4 +103,6 @@ def _finite(content: Any) -> Any:
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
+    if isinstance(content, str):
+        return content.encode("utf-8", "replace").decode()
     return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -63,7 +63,12 @@ def documents_of_files(
             )
         else:
             documents.append(text)
-    return documents
+    return [_whole_pairs(document) for document in documents]
+
+
+def _whole_pairs(text: str) -> str:
+    """Return a text whose surrogates, which JSON can escape, are characters, or U+FFFD alone."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
@@ -114,7 +119,7 @@ _COMPRESSED = {
 def _text_of(path: Path, argument: str) -> str:
     content = path.read_bytes()
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")  # Windows may begin a file with a byte order mark
         offset, reason = content.find(0), "as in binary files and UTF-16"
     except UnicodeDecodeError as error:
         offset, reason = error.start, error.reason

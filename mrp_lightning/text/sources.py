@@ -173,9 +173,10 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if _is_text(file, path))
-    # `Path.glob` takes relative patterns alone: an absolute one is searched from its root.
-    pattern = str(path.relative_to(path.anchor))
-    return sorted(file for file in Path(path.anchor).glob(pattern) if file.is_file())
+    # The directories that exist are names, also where these have brackets; the rest is a pattern.
+    directory = next(each for each in path.parents if each.is_dir())
+    pattern = str(path.relative_to(directory))
+    return sorted(file for file in directory.glob(pattern) if file.is_file())
 
 
 def _is_text(file: Path, directory: Path) -> bool:

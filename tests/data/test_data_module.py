@@ -188,6 +188,34 @@ def test_conversations_are_read_by_the_chat_template(tmp_path, tokenizer):
         assert documents == [f"<user>question {i}" for i in range(3)]
 
 
+OF_STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+OF_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
+    "{{ part.text if part.type == 'text' else '<image>' }}|{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"), [(OF_STRINGS, "<user>one\n1\ntwo"), (OF_PARTS, "<user>one\n1|two|")]
+)
+def test_parts_of_a_message_are_its_text(template, text, tmp_path, tokenizer):
+    """They are given to a template as they are, and as one text if it takes strings alone."""
+    able = type(tokenizer).from_pretrained(STDLIB_LLAMA)
+    able.chat_template = template
+    parts = [{"type": "text", "text": part} for part in ("one\n1", "two")]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    assert module(train_files=path, tokenizer=able).documents("train") == [text]
+    parts.append({"type": "image", "url": "x.png"})
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": parts}]}))
+    data = module(train_files=path, tokenizer=able)
+    if template == OF_PARTS:
+        assert data.documents("train") == [text + "<image>|"]
+    else:
+        with pytest.raises(DataError, match="parts of the kinds image"):
+            data.documents("train")
+
+
 @pytest.mark.parametrize("content", ["", " ", "\n\t \n" * 10_000])
 def test_white_space_is_no_text(tmp_path, content):
     path = tmp_path / "text.txt"

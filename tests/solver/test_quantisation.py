@@ -10,7 +10,7 @@ import torch
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import ALONE
-from mrp_lightning.solver.grid import grid_of_bits
+from mrp_lightning.solver.grid import GRIDS, grid_of_bits
 from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
@@ -208,6 +208,22 @@ def test_rows_and_inputs_of_zeros(problem, truth):
             assert found.weight.isfinite().all()
             assert not found.weight[1].any()
             assert scales[1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("grid", ["mxfp4", "int8-g32", "int4-g32"])
+def test_zeros_stay_zeros_beside_the_smallest_inputs(grid, problem, truth):
+    """The smallest scale, times the curvature of small inputs, is below all numbers of float32."""
+    weight, inputs = problem(8, 64)
+    weight[1] = 0
+    weight[2] *= 1e-38
+    weight[3:, :32] = 0
+    found = prune_weight(weight, truth.hessian_of(inputs * 1e-3), grid=grid)
+    assert found.weight.isfinite().all()
+    assert not found.weight[1].any()
+    assert not found.weight[3:, :32].any()
+    _, scales = decompose(GRIDS[grid], found.weight)
+    assert (scales[1] == 1).all()
+    assert (scales[3:, 0] == 1).all()
 
 
 def test_what_does_not_go_is_refused(problem, truth):

@@ -53,6 +53,27 @@ def test_a_line_without_a_text_is_named(tmp_path, line, got):
         documents_of_files([path], "text")
 
 
+def test_byte_order_marks_and_surrogates(tmp_path):
+    """A mark is no text; a pair of surrogates is its character, and half of one U+FFFD."""
+    lines = [r'{"text": "half \ud83d of"}', r'{"text": "\ud83d\ude42 whole"}']
+    files = {"a.jsonl": "\n".join(lines), "b.txt": "plain \ufeff inside", "c.csv": "text\nrow\n"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    texts = ["half \ufffd of", "🙂 whole", "plain \ufeff inside", "row"]
+    assert documents_of_files([tmp_path / name for name in files], "text") == texts
+
+
+def test_brackets_in_the_name_of_a_directory_are_no_pattern(tmp_path):
+    directory = tmp_path / "a [b]*?"
+    directory.mkdir()
+    for name in ("1.txt", "2.txt", "[3].txt"):
+        (directory / name).write_text(name)
+    for pattern, names in (("[12].txt", "12"), ("[3].txt", ""), ("*.txt", "123"), ("**/1*", "1")):
+        matched = expanded({"train_files": [directory / pattern]})["train_files"]
+        expected = names or "3"  # the file that has the name, and not what the pattern matches
+        assert [next(filter(str.isdigit, file.name)) for file in matched] == sorted(expected)
+
+
 @pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
 def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
     (tmp_path / name).write_bytes('{"text": "café"}'.encode("latin-1"))
