@@ -112,13 +112,17 @@ def weight_files(directory: Path) -> list[Path]:
         FormatError: An index is damaged, or names files that are missing or outside of the
             directory.
     """
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (directory / name).is_file():
-            return [directory / name]
-        index = directory / f"{name}.index.json"
-        if index.is_file():
-            return _in_index(index)
-    return []
+    file = _weights_or_index(directory)
+    if file is None:
+        return []
+    return _in_index(file) if file.suffix == ".json" else [file]
+
+
+def _weights_or_index(directory: Path) -> Path | None:
+    """Return the file that transformers would read for the weights: all of them, or their index."""
+    names = ("model.safetensors", "pytorch_model.bin")
+    files = (directory / f"{name}{end}" for name in names for end in ("", ".index.json"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _in_index(index: Path) -> list[Path]:
@@ -153,17 +157,15 @@ def stored_names(directory: Path) -> Iterator[str]:
     The weight files themselves need not exist. Names in pickled files are left out, since they
     would have to be loaded whole.
     """
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = directory / f"{name}.index.json"
-        if (directory / name).is_file():
-            if name.endswith(".safetensors"):
-                with suppress(SafetensorError), safe_open(directory / name, framework="pt") as file:
-                    yield from file.keys()
-            return
-        if index.is_file():
-            weight_map = read_json(index, "fetch it again").get("weight_map")
-            yield from weight_map if isinstance(weight_map, dict) else ()
-            return
+    file = _weights_or_index(directory)
+    if file is None:
+        return
+    if file.suffix == ".json":
+        weight_map = read_json(file, "fetch it again").get("weight_map")
+        yield from weight_map if isinstance(weight_map, dict) else ()
+    elif file.suffix == ".safetensors":
+        with suppress(SafetensorError), safe_open(file, framework="pt") as opened:
+            yield from opened.keys()
 
 
 def names_in_model(
