@@ -112,23 +112,26 @@ def prune_and_compare(
         first = prune if distilled is None else distilled.pruning()
         if first.report is None:
             subject.trainer.predict(model, datamodule=subject.data, callbacks=[first])
-            pruned = subject.evaluate("pruned", console)
+        else:
+            model = subject.model = CausalLM(str(first.save_dir))
+        pruned = final = subject.evaluate("pruned", console)
         if distilled is not None:
             console.print(f"Distilling on {distilled.tokens:,} tokens …")
             model = subject.model = distilled.finish(first, subject.trainer, subject.data)
-            pruned = subject.evaluate("distilled", console)
+            final = subject.evaluate("distilled", console)
         seconds = time.perf_counter() - start
         sizes.append(measure(subject.trainer, model))
     directory = prune.save_dir
     assert directory is not None
     report = PruningReport.load(directory / NAME)
-    scores = {"perplexity": {subject.text: pruned}, "dense": {subject.text: dense}}
+    scores = {"perplexity": {subject.text: final}, "dense": {subject.text: dense}}
     if isinstance(model, TextModel):
-        scores = {"similarity": {subject.text: pruned}}
+        scores = {"similarity": {subject.text: final}}
     record(directory, **scores, model=str(directory))
-    table = texts.table(dense, pruned, prune.settings, report, sizes, seconds)
+    table = texts.table(dense, pruned, first.settings, report, sizes, seconds)
     if distilled is not None:
-        table.caption = f"distilled on {distilled.tokens:,} tokens"
+        name = f"{texts.amount(prune.settings)}, distilled"
+        table.add_row(name, *texts.quality(dense, final))
     try:
         for conversion in conversions:
             size = conversion.convert(directory)
@@ -138,7 +141,7 @@ def prune_and_compare(
         number = counted(len(subject.windows), "window")
         read = f"{number} of {dense['context']} tokens of the {subject.text}"
         console.print(f"Evaluated on {read}.{texts.shares(report)}")
-    return texts.why_useless(dense, pruned, report)
+    return texts.why_useless(dense, final, report)
 
 
 def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:

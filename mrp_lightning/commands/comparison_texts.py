@@ -104,22 +104,25 @@ def table(
         # work on the machine.
         times = [size.ms_a_token for size in sizes if size.ms_a_token is not None]
         sizes = [replace(size, ms_a_token=min(times, default=None)) for size in sizes]
+    measures = [f"perplexity @{dense['context']}", "× dense"]
     if "cosine" in dense:
         measures = ["mean cosine of outputs", ""]
-        values = [["1", ""], [f"{pruned['cosine']:.4f}", ""]]
-    else:
-        measures = [f"perplexity @{dense['context']}", "× dense"]
-        ratio = number(_ratio(dense, pruned))
-        values = [[perplexity(dense["perplexity"]), ""], [perplexity(pruned["perplexity"]), ratio]]
     rows = Table()
     rows.add_column("model", overflow="fold")
     for column in (*measures, "weights removed", "weights", "ms a token", "time"):
         rows.add_column(column, justify="right")
-    rows.add_row("dense", *values[0], "", *cells(sizes[0]), "")
+    rows.add_row("dense", quality(dense, dense)[0], "", "", *cells(sizes[0]), "")
     time = roughly(max(seconds, totals["seconds"]))  # includes interrupted runs
     name = f"{amount(settings)} by {method(settings)}"
-    rows.add_row(name, *values[1], percent(share), *cells(sizes[1]), time)
+    rows.add_row(name, *quality(dense, pruned), percent(share), *cells(sizes[1]), time)
     return rows
+
+
+def quality(dense: Scores, scores: Scores) -> tuple[str, str]:
+    """Return the cells of a quality: the perplexity and its ratio to the dense one, or a cosine."""
+    if "cosine" in scores:
+        return f"{scores['cosine']:.4g}", ""
+    return perplexity(scores["perplexity"]), number(_ratio(dense, scores))
 
 
 def cells(size: Size) -> tuple[str, str]:

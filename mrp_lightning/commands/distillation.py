@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -60,7 +61,7 @@ class Unfinished:
     """The directory of an unfinished command, beside its result, and the options it began with.
 
     Attributes:
-        directory: `.OUT.partial` for the result OUT; it is removed at the end.
+        directory: `.OUT.distilling` for the result OUT; it is removed at the end.
     """
 
     directory: Path
@@ -72,7 +73,7 @@ class Unfinished:
         Raises:
             OptionError: It began with other options, and is not to be restarted.
         """
-        unfinished = cls(out.with_name(f".{out.name}.partial"))
+        unfinished = cls(out.with_name(f".{out.name}.distilling"))
         record = unfinished.directory / "options.json"
         wanted = json.loads(json.dumps(options, default=str))
         stored = json.loads(record.read_text()) if record.is_file() else wanted
@@ -160,6 +161,7 @@ def distil(
     best = KeepBest()
     keep = [KeepSparsity()] if pruned_layers(module.model) else []  # a narrower model has no zeros
     trainer = Trainer(
+        max_epochs=1,
         max_steps=steps,
         accelerator=accelerator,
         precision=precision,
@@ -180,6 +182,7 @@ def distil(
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1,
         enable_model_summary=False,
+        enable_progress_bar=sys.stdout.isatty(),
         log_every_n_steps=1,
     )
     started = time.perf_counter()

@@ -84,6 +84,8 @@ class DistillationText(TextDataModule):
         )
         self.keep = None if keep is None else Path(keep)
         self._windows: dict[str, Tensor] = {}
+        self._loader: _ResumedLoader | None = None
+        self._read = 0
 
     @property
     def steps(self) -> int:
@@ -109,9 +111,24 @@ class DistillationText(TextDataModule):
         """Return the windows that are not held out, in another order in every epoch."""
         parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
         windows: Any = interleaved(parts)
-        return _ResumedLoader(
+        read = self.state_dict()["read"]
+        self._loader = _ResumedLoader(
             windows, batch_size=self.batch_size, sampler=_Shuffled(len(windows), self.seed)
         )
+        self._loader.read = read
+        return self._loader
+
+    # Not as a state of the loader: Lightning restores none that exists before the checkpoint is
+    # read, as where the learning rate depends on its length.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches of the epoch that were read."""
+        return {"read": self._read if self._loader is None else self._loader.read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin the next epoch behind the batches that were read."""
+        self._read = state_dict["read"]
+        if self._loader is not None:
+            self._loader.read = self._read
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
         """Return the held-out windows of each text, by its name."""
@@ -190,22 +207,14 @@ class _Shuffled(Sampler[int]):
 
 
 class _ResumedLoader(DataLoader[Any]):
-    """A loader that goes on in the middle of an epoch: Lightning keeps its `state_dict`."""
+    """A loader that begins its next epoch behind the first `read` batches, and counts on."""
 
-    _batches = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches of the epoch that were read."""
-        return {"batches": self._batches}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch behind the batches that were read."""
-        self._batches = state["batches"]
+    read = 0
 
     def __iter__(self) -> Any:
-        skipped, total = self._batches, len(self)
-        self._batches = skipped = 0 if skipped >= total else skipped
+        # In an epoch's first read, not before: Lightning makes the iterator before it restores.
+        self.read = skipped = self.read if self.read < len(self) else 0
         for batch in islice(super().__iter__(), skipped, None):
-            self._batches += 1
+            self.read += 1
             yield batch
-        self._batches = 0
+        self.read = 0

@@ -1,6 +1,7 @@
 """`mrp-lightning distill`: from a pruned directory to a better one, also after an interruption."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_it_keeps_the_zeros_and_says_what_changed(run, capsys):
     shown = capsys.readouterr().out
     assert "640 tokens in 5 steps" in shown
     assert f"mrp-lightning export {out}" in shown.replace("\n", "")
-    assert [path.name for path in run.parent.iterdir() if "partial" in path.name] == []
+    assert [path.name for path in run.parent.iterdir() if "distilling" in path.name] == []
 
 
 def test_bits_come_after_it_and_keep_the_zeros(run, tmp_path):
@@ -126,7 +127,7 @@ def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
 
 
 def test_an_unfinished_run_of_other_options_is_named(run, capsys):
-    directory = run.with_name(".half-distilled.partial")
+    directory = run.with_name(".half-distilled.distilling")
     directory.mkdir()
     (directory / "options.json").write_text(json.dumps({"tokens": 1}))
     assert "an unfinished distillation with another" in refusal([str(run), *SMALL], capsys)
@@ -147,11 +148,13 @@ def test_a_pruning_distils_before_it_rounds(tiny_llama, tmp_path, monkeypatch, c
     monkeypatch.setattr(Distillation, "training_step", interrupted)
     with pytest.raises(RuntimeError, match="the power is gone"):
         main(prune)
-    before = weights(tmp_path / ".out.partial" / "pruned")
+    before = weights(tmp_path / ".out.distilling" / "pruned")
     monkeypatch.setattr(Distillation, "training_step", fit)
     main(prune)
     after, shown = weights(out), capsys.readouterr().out
     assert "Distilling on 640 tokens" in shown
+    row = r"│ 2:4.4bit, +│ +[\d,.]+ │ +[\d.]+ │" if bits else r"│ 2:4, distilled +│ +[\d,.]+ │"
+    assert re.search(row, shown)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
     for name, weight in before.items():
         if "proj" in name:
