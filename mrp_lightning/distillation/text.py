@@ -84,7 +84,7 @@ class DistillationText(TextDataModule):
         )
         self.keep = None if keep is None else Path(keep)
         self._windows: dict[str, Tensor] = {}
-        self._loader: _ResumedLoader | None = None
+        self._epoch: _ResumedLoader | None = None
         self._read = 0
 
     @property
@@ -112,23 +112,23 @@ class DistillationText(TextDataModule):
         parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
         windows: Any = interleaved(parts)
         read = self.state_dict()["read"]
-        self._loader = _ResumedLoader(
+        self._epoch = _ResumedLoader(
             windows, batch_size=self.batch_size, sampler=_Shuffled(len(windows), self.seed)
         )
-        self._loader.read = read
-        return self._loader
+        self._epoch.read = read
+        return self._epoch
 
     # Not as a state of the loader: Lightning restores none that exists before the checkpoint is
     # read, as where the learning rate depends on its length.
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches of the epoch that were read."""
-        return {"read": self._read if self._loader is None else self._loader.read}
+        return {"read": self._read if self._epoch is None else self._epoch.read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin the next epoch behind the batches that were read."""
         self._read = state_dict["read"]
-        if self._loader is not None:
-            self._loader.read = self._read
+        if self._epoch is not None:
+            self._epoch.read = self._read
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
         """Return the held-out windows of each text, by its name."""
