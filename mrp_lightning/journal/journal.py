@@ -26,7 +26,6 @@ from mrp_lightning.journal.manifest import (
     Manifest,
     differences,
     digest,
-    plain,
 )
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.block_result import BlockResult, is_of_journal, save_tensors
@@ -256,8 +255,7 @@ class Journal(AbstractContextManager["Journal"]):
         lock = hold(path)
         try:
             _refuse_others(path)
-            manifest = Manifest(fingerprint=plain(fingerprint), about=plain(about or {}))
-            journal = cls(path, manifest, lock, processes, streamed)
+            journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
             if resume and (path / NAME).exists():
                 journal._go_on()
             else:

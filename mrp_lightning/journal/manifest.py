@@ -6,7 +6,7 @@ A fingerprint holds everything that determines the result of a run: only an equa
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,17 @@ class Manifest:
 
     fingerprint: Fingerprint
     about: dict[str, Any]
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    shards: dict[int, Entry] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    seconds: float
+    cpu_seconds: float
+    shards: dict[int, Entry]
+    kept: dict[str, str]
+
+    @classmethod
+    def new(cls, fingerprint: Fingerprint, about: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest of a run that has done nothing yet."""
+        # No field has a default: a file that lacks one is damaged, and is not read as a new run.
+        run = {"fingerprint": plain(fingerprint), "about": plain(about)}
+        return cls(**run, seconds=0.0, cpu_seconds=0.0, shards={}, kept={})
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically."""
