@@ -196,9 +196,15 @@ def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None
     Raises:
         OptionError: The type cannot hold the parameter, and gguf has no rounding to it; or, with
             auto, no type holds it.
-        FormatError: With auto, the known parameters have minima and do not give the parameter.
+        FormatError: The parameter holds NaN or infinite values; or, with auto, the known parameters
+            have minima and do not give the parameter.
         ParityError: A zero weight would become non-zero, or a finite one infinite.
     """
+    if not parameter.isfinite().all():
+        raise FormatError(
+            f"{name} holds NaN or infinite weights, which no model computes with. Fetch the "
+            "checkpoint again, or prune a sound one."
+        )
     if kind != AUTO:
         gguf_type = TYPES[kind]
         return _exact(parameter, gguf_type, known) or _rounded(name, parameter, gguf_type)
@@ -278,6 +284,11 @@ def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:
     decoded = dequantize(content, kind.stored_as)
     # Rounding may move any weight but a zero: a pruned weight that came back would undo the
     # pruning.
-    if not np.isfinite(decoded).all() or decoded[values == 0].any():
-        raise ParityError(f"{name} cannot be stored as {kind.name}; use --type bf16 or auto.")
+    reason = "" if np.isfinite(decoded).all() else "its largest weights are beyond this type"
+    if returned := np.count_nonzero(decoded[values == 0]):
+        reason = f"{returned:,} of its zeros would become other numbers"
+    if reason:
+        raise ParityError(
+            f"{name} cannot be stored as {kind.name}: {reason}. Use --type bf16 or auto."
+        )
     return Encoded(content, kind)

@@ -13,8 +13,10 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.models.checkpoint import weight_files
 
 _MOST_MODULES = 4096
-"""The largest plausible number of layers, blocks or experts of one kind; published models have some
+"""The largest plausible number of layers or blocks of one kind; published models have some
 hundreds."""
+_MOST_EXPERTS = 2**15
+"""The largest number of experts, of which the product keys of Doge have 16,384."""
 _MOST_LABELS = 10**6
 _COUNT = re.compile(r"(layers?|blocks?|depths?|experts|stages|levels|attention_types)$")
 _FREE = 2**28
@@ -47,6 +49,7 @@ def _problems(values: Mapping[Any, Any], above: str) -> Iterator[str]:
             yield from _problems(value, f"{name}.")
             continue
         most = _MOST_LABELS if key == "num_labels" else _MOST_MODULES
+        most = _MOST_EXPERTS if str(key).endswith("experts") else most
         # The keys are matched by their ends, since each family has its own: `num_hidden_layers`,
         # `n_layers`, `encoder_layers`, `depths`. A list holds counts of several parts.
         is_count = key == "num_labels" or _COUNT.search(str(key))

@@ -332,11 +332,27 @@ def _routers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
     """
     for name in () if wish.targets else wish.layers:
         layer = contents.layers[name]
-        parent = contents.modules[layer.owner.rpartition(".")[0]]
-        has_experts = isinstance(getattr(parent, "experts", None), nn.Module)
-        if has_experts and not isinstance(layer, Expert):
+        parent = layer.owner.rpartition(".")[0]
+        around = [contents.modules.get(each) for each in (parent, parent.rpartition(".")[0])]
+        counts = [_counts_of_experts(module) for module in around if module is not None]
+        has_experts = isinstance(getattr(around[0], "experts", None), nn.Module)
+        # A router has an output for each expert, and the gate of a shared expert has one.
+        chosen = set().union(*counts) | ({1} if has_experts else set())
+        is_unknown = has_experts and not counts[0]
+        if not isinstance(layer, Expert) and (layer.weight.shape[0] in chosen or is_unknown):
             reason = "it routes tokens to experts; `targets` can name it"
             yield Skipped(name, tuple(layer.weight.shape), reason)
+
+
+def _counts_of_experts(module: nn.Module) -> set[int]:
+    """Return the numbers of experts directly in a module: in a list, or stacked in one tensor."""
+    experts = getattr(module, "experts", None)
+    stacks = [child for child in module.children() if not isinstance(child, nn.Conv1d)]
+    weights = [weight for child in stacks for weight in child.parameters(recurse=False)]
+    if isinstance(experts, nn.Module):
+        weights += experts.parameters()
+    counts = {weight.shape[0] for weight in weights if weight.ndim == 3}
+    return counts | {len(experts)} if isinstance(experts, nn.ModuleList) else counts
 
 
 def _without_weights(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:

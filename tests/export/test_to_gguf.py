@@ -18,7 +18,7 @@ from gguf_files import write
 
 from export.gguf import types
 from export.gguf.types import encode
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.records.grid_file import NAME
 from mrp_lightning.solver.grid import GRIDS, GridParameters
 
@@ -353,3 +353,17 @@ def test_a_run_with_units_is_exact_in_its_type(
     assert (max(searched) <= 4) == keeps_scales
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     assert_exact(tmp_path, run, "Q3_K")
+
+
+def test_the_reason_that_a_type_cannot_hold_a_weight_is_given():
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    weight[1, 3] = 0
+    with pytest.raises(ParityError, match="1 of its zeros would become other numbers"):
+        encode("w", weight, "q4_1")
+    with pytest.raises(ParityError, match="largest weights are beyond"):
+        encode("w", weight * 1e6, "f16")
+    for value in (torch.nan, torch.inf):
+        weight[2, 2] = value
+        for kind in ("auto", "f32", "q4_1", "q8_0"):
+            with pytest.raises(FormatError, match="^w holds NaN or infinite weights"):
+                encode("w", weight, kind)

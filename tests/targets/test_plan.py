@@ -299,3 +299,30 @@ def test_layers_that_differ_in_numbers_only_are_counted():
         ("layers.1.down", "small"),
         ("h", "big"),
     ]
+
+
+class Routed(nn.Module):
+    """Four experts, in a list or stacked, a router, the gate of a shared expert, and a map."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        if stacked:  # as JetMoE has them, with another router inside
+            self.experts = nn.ModuleDict(
+                {"stack": nn.Module(), "router": nn.ModuleDict({"layer": nn.Linear(8, 4)})}
+            )
+            self.experts.stack.weight = nn.Parameter(torch.randn(4, 8, 8))
+        self.router, self.shared_gate, self.kv_proj = (nn.Linear(8, n) for n in (4, 1, 6))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_routers_are_what_chooses_experts(stacked):
+    """And not each layer beside them, as JetMoE's keys and values."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(Routed(stacked) for _ in range(2))
+    plan = make_plan(model, HALF)
+    routers = ["experts.router.layer"] * stacked + ["router", "shared_gate"]
+    assert [layer.name for layer in plan.skipped if "routes" in layer.reason] == [
+        f"layers.{block}.{name}" for block in (0, 1) for name in routers
+    ]
+    assert {"layers.0.kv_proj", "layers.1.kv_proj"} <= {*names(plan)}

@@ -70,6 +70,7 @@ def test_a_configuration_that_is_no_object_is_named(checkpoint, text):
 
 def test_the_largest_models_are_not_absurd():
     values = {"num_hidden_layers": 126, "vocab_size": 10**6, "max_position_embeddings": 10**7}
+    check_values({"num_experts": 16_384}, "x")  # the default of Doge
     experts = {"num_experts": 512, "shared_expert_intermediate_size": 20480}
     check_values(values | {"text_config": experts, "layer_types": ["full_attention"] * 126}, "x")
     with pytest.raises(FormatError, match=r"`text_config\.num_experts` is 100,000"):
