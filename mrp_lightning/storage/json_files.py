@@ -100,7 +100,7 @@ def _problem(key: str, detail: "ErrorDetails") -> str:
 
 def _finite(content: Any) -> Any:
     if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
+        return {_finite(key): _finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
     if isinstance(content, str):
