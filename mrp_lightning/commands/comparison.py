@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from mrp_lightning.callbacks import PruningCallback
@@ -83,26 +84,18 @@ def prune_and_compare(
         FileExistsError: The output of the pruning, or of a conversion, exists.
     """
     require_accelerator(accelerator)
-    data = _data(text)  # refuses missing files before a model is loaded
     # Each step needs the one before: the plan needs the model, the estimate of the time needs the
     # speed of the first evaluation, and only then hours of work begin.
     with quiet_lightning():
+        _data(text)  # refuses missing files before a model is loaded
         console.print(f"Loading {source['model']} …")
         model = _load(source, text)
-        if distilled is not None and isinstance(model, TextModel):
-            raise OptionError(
-                f"a {type(model.model).__name__} predicts no next token, and distillation trains "
-                "that prediction. Leave it out.",
-                "distill",
-            )
         _check_outputs(model, prune, conversions)
-        if isinstance(model, TextModel):
-            data = _data(text, model)
-        subject = _Subject(model, data, prune, windows, accelerator)
+        subject = _Subject(model, _data(text, model), prune, windows, accelerator)
         if not text["train_files"] and "num_samples" not in text:
             subject.take_fewer_windows()
         if distilled is not None:
-            distilled.data(subject.data).steps  # noqa: B018  (raises if there are too few tokens)
+            distilled.check(model, subject.data)
         console.print(texts.plan(prune.settings, subject.plan, subject.data, subject.num_samples))
         # The dense evaluation comes before the pruning, which changes the model in memory.
         dense = subject.evaluate("dense", console)
@@ -113,34 +106,27 @@ def prune_and_compare(
         if first.report is None:
             subject.trainer.predict(model, datamodule=subject.data, callbacks=[first])
         else:
-            model = subject.model = CausalLM(str(first.save_dir))
+            subject.model = CausalLM(str(first.save_dir))
         pruned = final = subject.evaluate("pruned", console)
         if distilled is not None:
-            console.print(f"Distilling on {distilled.tokens:,} tokens …")
-            model = subject.model = distilled.finish(first, subject.trainer, subject.data)
+            subject.model = distilled.finish(first, subject.trainer, subject.data)
             final = subject.evaluate("distilled", console)
         seconds = time.perf_counter() - start
-        sizes.append(measure(subject.trainer, model))
-    directory = prune.save_dir
-    assert directory is not None
-    report = PruningReport.load(directory / NAME)
-    scores = {"perplexity": {subject.text: final}, "dense": {subject.text: dense}}
-    if isinstance(model, TextModel):
-        scores = {"similarity": {subject.text: final}}
-    record(directory, **scores, model=str(directory))
+        sizes.append(measure(subject.trainer, subject.model))
+    assert prune.save_dir is not None
+    report = PruningReport.load(prune.save_dir / NAME)
     table = texts.table(dense, pruned, first.settings, report, sizes, seconds)
     if distilled is not None:
-        name = f"{texts.amount(prune.settings)}, distilled"
-        table.add_row(name, *texts.quality(dense, final))
+        table.add_row(f"{texts.amount(prune.settings)}, distilled", *texts.quality(dense, final))
+    subject.record(prune.save_dir, dense, final)
+    windows_read = f"{counted(len(subject.windows), 'window')} of {dense['context']} tokens"
     try:
         for conversion in conversions:
-            size = conversion.convert(directory)
+            size = conversion.convert(prune.save_dir)
             table.add_row(str(conversion.out), "", "", "", *texts.cells(size), "")
     finally:  # also if a conversion fails: the pruned model is saved
         console.print(table)
-        number = counted(len(subject.windows), "window")
-        read = f"{number} of {dense['context']} tokens of the {subject.text}"
-        console.print(f"Evaluated on {read}.{texts.shares(report)}")
+        console.print(f"Evaluated on {windows_read} of the {subject.text}.{texts.shares(report)}")
     return texts.why_useless(dense, final, report)
 
 
@@ -159,7 +145,7 @@ def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | Text
     return TextModel(location, dtype=source["dtype"], **hub, tokenizer=text.get("tokenizer"))
 
 
-def _data(text: Mapping[str, Any], model: TextModel | None = None) -> TextDataModule:
+def _data(text: Mapping[str, Any], model: nn.Module | None = None) -> TextDataModule:
     """Return the text of files with a held-out part, or the text that the model will write.
 
     Windows for a `TextModel` leave room for the tokens that end a text.
@@ -169,7 +155,7 @@ def _data(text: Mapping[str, Any], model: TextModel | None = None) -> TextDataMo
     """
     if not text["train_files"]:
         return TextDataModule(**text, calibration=SELF)
-    if model is None:
+    if not isinstance(model, TextModel):
         return TextDataModule(**text, hold_out=True)
     longest = model.longest
     length = text.get("sequence_length") or min(_LONGEST_TEXT, longest or _LONGEST_TEXT)
@@ -259,6 +245,13 @@ class _Subject:
         self.seconds = time.perf_counter() - start
         (scores,) = self.model.evaluation.values()
         return scores
+
+    def record(self, directory: Path, dense: Scores, final: Scores) -> None:
+        """Record the scores before and after in `evaluation.json`."""
+        scores = {"perplexity": {self.text: final}, "dense": {self.text: dense}}
+        if isinstance(self.model, TextModel):
+            scores = {"similarity": {self.text: final}}
+        record(directory, **scores, model=str(directory))
 
     def expected_work(self) -> tuple[Estimate, Estimate]:
         """Estimate the work, and the writing of own text in it, by the last evaluation."""

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.distillation.module import Distillation
 from mrp_lightning.distillation.text import DistillationText
+from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer
@@ -240,6 +241,16 @@ class DistilledPruning:
             **self.text,
         )
 
+    def check(self, model: LightningModule, calibration: TextDataModule) -> None:
+        """Raise an OptionError for a model that predicts no next token, and for too few tokens."""
+        if not isinstance(model, CausalLM):
+            raise OptionError(
+                "the model predicts no next token, and distillation trains that prediction. Leave "
+                "it out.",
+                "distill",
+            )
+        self.data(calibration).steps  # noqa: B018  (raises)
+
     def pruning(self) -> PruningCallback:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
         names = [field.name for field in fields(PruningArguments)]
@@ -256,6 +267,7 @@ class DistilledPruning:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
         assert pruned.save_dir is not None
         assert self.prune.save_dir is not None
+        log.info("Distilling on %s tokens …", f"{self.tokens:,}")
         settings = self.prune.settings
         is_rounded = any(getattr(settings, name) for name in _OF_GRID)
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir

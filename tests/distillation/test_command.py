@@ -136,7 +136,10 @@ def test_an_unfinished_run_of_other_options_is_named(run, capsys):
 
 
 @pytest.mark.parametrize("bits", [[], ["--bits=4"]], ids=["16-bits", "4-bits"])
-def test_a_pruning_distils_before_it_rounds(tiny_llama, tmp_path, monkeypatch, capsys, bits):
+def test_a_pruning_distils_before_it_rounds(
+    tiny_llama, tmp_path, monkeypatch, capsys, caplog, bits
+):
+    caplog.set_level("INFO")
     out = tmp_path / "out"
     prune = ["prune", str(tiny_llama), "--pattern=2:4", *bits, "--num-samples=4", f"--out={out}"]
     prune += ["--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", "--distill=640"]
@@ -152,7 +155,7 @@ def test_a_pruning_distils_before_it_rounds(tiny_llama, tmp_path, monkeypatch, c
     monkeypatch.setattr(Distillation, "training_step", fit)
     main(prune)
     after, shown = weights(out), capsys.readouterr().out
-    assert "Distilling on 640 tokens" in shown
+    assert "Distilling on 640 tokens" in caplog.text
     row = r"│ 2:4.4bit, +│ +[\d,.]+ │ +[\d.]+ │" if bits else r"│ 2:4, distilled +│ +[\d,.]+ │"
     assert re.search(row, shown)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
