@@ -100,7 +100,7 @@ def main(args: list[str]) -> None:
         )
     assert callback.save_dir is not None
     is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
-    steps = _next_steps(out, conversions, is_causal, Path(options.model).name)
+    steps = _next_steps(out, conversions, settings, is_causal, Path(options.model).name)
     console.print(problem or steps, soft_wrap=True)
 
 
@@ -212,7 +212,36 @@ def _default_out(options: Namespace, settings: "Settings") -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool, name: str) -> str:
+def _conversion_for(settings: "Settings", directory: str) -> list[str]:
+    """Return the command that converts a pruned model for what runs it, and what it writes."""
+    from mrp_lightning.solver.patterns import Dense
+
+    if settings.structure is not None:
+        return [f"  mrp-lightning gguf {directory}", "      writes it for llama.cpp"]
+    pattern, grid = settings.recipe.pattern, settings.recipe.grid
+    if grid is not None and grid.name is not None:  # a type of an engine
+        if grid.name.startswith("int"):
+            export = f"  mrp-lightning export {directory} --format compressed-tensors"
+            return [export, "      writes it for vLLM, without rounding again"]
+        return [
+            f"  mrp-lightning gguf {directory}",
+            f"      writes it for llama.cpp in {grid.name}, without rounding again",
+        ]
+    if isinstance(pattern, Dense):
+        return [f"  mrp-lightning export {directory}", "      stores the codes in their bits"]
+    return [
+        f"  mrp-lightning export {directory}",
+        "      packs it without its zeros: smaller, and faster where a kernel supports it",
+    ]
+
+
+def _next_steps(
+    out: Path,
+    conversions: "Sequence[Conversion]",
+    settings: "Settings",
+    is_causal: bool,
+    name: str,
+) -> str:
     """Return the next steps as commands; the model's `name` decides the prompt."""
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
@@ -227,10 +256,7 @@ def _next_steps(out: Path, conversions: "Sequence[Conversion]", is_causal: bool,
         else:
             runnable = result
     if not conversions:
-        lines += [
-            f"  mrp-lightning export {directory}",
-            "      packs it without its zeros: smaller, and faster where a kernel supports it",
-        ]
+        lines += _conversion_for(settings, directory)
     if is_causal and _OF_CODE.search(name):
         lines.append(f'  mrp-lightning generate {runnable} --prompt "import os"')
     elif is_causal:

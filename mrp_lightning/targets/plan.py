@@ -339,7 +339,11 @@ def _routers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
         # A router has an output for each expert, and the gate of a shared expert has one.
         chosen = set().union(*counts) | ({1} if has_experts else set())
         is_unknown = has_experts and not counts[0]
-        if not isinstance(layer, Expert) and (layer.weight.shape[0] in chosen or is_unknown):
+        if isinstance(layer, Expert) or not (chosen or is_unknown):
+            continue
+        # A weight that is no plain parameter cannot be read here; `_unusual` reports it.
+        is_plain = why_not_plain(layer, allow_meta=True) is None
+        if is_plain and (layer.weight.shape[0] in chosen or is_unknown):
             reason = "it routes tokens to experts; `targets` can name it"
             yield Skipped(name, tuple(layer.weight.shape), reason)
 

@@ -71,9 +71,26 @@ def test_a_name_that_rich_would_read_is_shown_as_it_is(tiny_llama, text, capsys)
     [("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "import os"), ("opt-125m", "Once upon a time")],
 )
 def test_the_next_steps_fit_the_text_that_a_model_writes(name, prompt):
-    steps = _next_steps(Path("out"), [], True, name)
+    steps = _next_steps(Path("out"), [], Settings(method="SM", pattern="2:4"), True, name)
     assert f'mrp-lightning generate out --prompt "{prompt}"' in steps
     assert ("hellaswag" in steps) == (name == "opt-125m")
+
+
+@pytest.mark.parametrize(
+    ("settings", "command"),
+    [
+        ({"sparsity": 0.5}, "export out"),
+        ({"sparsity": 0.5, "bits": 4}, "export out"),
+        ({"grid": "q4_0"}, "gguf out"),
+        ({"grid": "int4-g64"}, "export out --format compressed-tensors"),
+        ({"sparsity": 0.3, "structure": "neurons", "method": "SM"}, "gguf out"),
+        ({"sparsity": 0.3, "structure": "blocks", "method": "SM"}, "gguf out"),
+    ],
+)
+def test_the_next_step_converts_for_what_runs_the_model(settings, command):
+    steps = _next_steps(Path("out"), [], Settings(**{"method": "JM", **settings}), True, "opt-125m").splitlines()
+    assert steps[1].removeprefix("  mrp-lightning ") == command
+    assert ("without its zeros" in steps[2]) == ("sparsity" in settings and "export" in command)
 
 
 def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, capsys):
