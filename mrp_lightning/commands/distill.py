@@ -37,6 +37,7 @@ def main(args: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(args)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
+    from mrp_lightning.commands.quiet import quiet_lightning
     from mrp_lightning.records.report import NAME, PruningReport
     from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.storage.files import output_path
@@ -58,7 +59,11 @@ def main(args: list[str]) -> None:
         raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")
     options.text = _text_of(options, report.provenance.get("data") or {})
     options.out = output_path(options.out or run.with_name(f"{run.name}-distilled"))
-    with interruptible(unclaimed_signals(), at_once=True), parser.options_in_messages():
+    with (
+        interruptible(unclaimed_signals(), at_once=True),
+        parser.options_in_messages(),
+        quiet_lightning(),
+    ):
         _distil(run, options)
 
 
