@@ -118,7 +118,7 @@ def _distil(run: Path, options: Namespace) -> None:
         f"{text}. Training needs about {memory / 2**30:.1f} GiB beside the two models. If it is "
         "interrupted, the same command goes on where it was."
     )
-    unfinished.begin(chosen)
+    unfinished.begin()
     result = distil(
         module,
         data,

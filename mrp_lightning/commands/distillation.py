@@ -63,9 +63,11 @@ class Unfinished:
 
     Attributes:
         directory: `.OUT.distilling` for the result OUT; it is removed at the end.
+        options: The options, as JSON reads them.
     """
 
     directory: Path
+    options: Mapping[str, Any]
 
     @classmethod
     def of(cls, out: Path, options: Mapping[str, Any], *, restart: bool) -> "Unfinished":
@@ -74,9 +76,9 @@ class Unfinished:
         Raises:
             OptionError: It began with other options, and is not to be restarted.
         """
-        unfinished = cls(out.with_name(f".{out.name}.distilling"))
-        record = unfinished.directory / "options.json"
         wanted = json.loads(json.dumps(options, default=str))
+        unfinished = cls(out.with_name(f".{out.name}.distilling"), wanted)
+        record = unfinished.directory / "options.json"
         stored = json.loads(record.read_text()) if record.is_file() else wanted
         differing = [name for name in wanted if stored.get(name) != wanted[name]]
         if differing and not restart:
@@ -90,9 +92,9 @@ class Unfinished:
             shutil.rmtree(unfinished.directory)
         return unfinished
 
-    def begin(self, options: Mapping[str, Any]) -> None:
-        """Record the options."""
-        save_text(self.directory / "options.json", json.dumps(options, default=str))
+    def begin(self) -> None:
+        """Record the options, once nothing but the work can fail."""
+        save_text(self.directory / "options.json", as_json(self.options))
 
     def end(self) -> None:
         """Remove the directory."""
@@ -200,8 +202,8 @@ def distil(
     return result
 
 
-_OF_GRID: dict[str, Any] = {"bits": None, "grid": None, "head_grid": None, "balance": False}
-"""The settings of a pruning that round what is kept, and their values where nothing is rounded."""
+_OF_GRID = ("bits", "grid", "group_size", "head_grid", "balance")
+"""The settings of a pruning that round what is kept; their defaults round nothing."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +255,9 @@ class DistilledPruning:
 
     def pruning(self) -> PruningCallback:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
-        names = [field.name for field in fields(PruningArguments)]
-        settings = {name: getattr(self.prune.settings, name) for name in names} | _OF_GRID
+        self.unfinished.begin()
+        names = [field.name for field in fields(PruningArguments) if field.name not in _OF_GRID]
+        settings = {name: getattr(self.prune.settings, name) for name in names}
         alone = PruningCallback(
             save_dir=self.unfinished.directory / "pruned", resume=self.prune.resume, **settings
         )
@@ -269,7 +272,7 @@ class DistilledPruning:
         assert self.prune.save_dir is not None
         log.info("Distilling on %s tokens …", f"{self.tokens:,}")
         settings = self.prune.settings
-        is_rounded = any(getattr(settings, name) for name in _OF_GRID)
+        is_rounded = any((settings.bits, settings.head_grid))  # a named grid implies its bits
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir
         source = CausalLM(str(pruned.save_dir))
         dtype = str(source.model.dtype).removeprefix("torch.")

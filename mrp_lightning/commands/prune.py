@@ -158,7 +158,7 @@ def _distilled(
     assert prune.save_dir is not None
     of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
     chosen = {name: value for name, value in vars(options).items() if name not in of_result}
-    distilled = DistilledPruning(
+    return DistilledPruning(
         prune,
         {key: chosen[key] for key in _OF_MODEL},
         files,
@@ -167,8 +167,6 @@ def _distilled(
         Unfinished.of(prune.save_dir, chosen, restart=options.restart),
         options.accelerator,
     )
-    distilled.unfinished.begin(chosen)
-    return distilled
 
 
 def _conversions(options: Namespace, out: Path) -> list["Conversion"]:

@@ -135,7 +135,7 @@ def test_an_unfinished_run_of_other_options_is_named(run, capsys):
     assert run.with_name("half-distilled").is_dir()
 
 
-@pytest.mark.parametrize("bits", [[], ["--bits=4"]], ids=["16-bits", "4-bits"])
+@pytest.mark.parametrize("bits", [[], ["--grid=q4_0"]], ids=["16-bits", "4-bits"])
 def test_a_pruning_distils_before_it_rounds(
     tiny_llama, tmp_path, monkeypatch, capsys, caplog, bits
 ):
@@ -156,7 +156,7 @@ def test_a_pruning_distils_before_it_rounds(
     main(prune)
     after, shown = weights(out), capsys.readouterr().out
     assert "Distilling on 640 tokens" in caplog.text
-    row = r"│ 2:4.4bit, +│ +[\d,.]+ │ +[\d.]+ │" if bits else r"│ 2:4, distilled +│ +[\d,.]+ │"
+    row = r"│ 2:4.q4_0, +│ +[\d,.]+ │ +[\d.]+ │" if bits else r"│ 2:4, distilled +│ +[\d,.]+ │"
     assert re.search(row, shown)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")] == []
     for name, weight in before.items():
@@ -166,6 +166,16 @@ def test_a_pruning_distils_before_it_rounds(
     report = json.loads((out / "pruning_report.json").read_text())
     assert report["config"]["base_model"] == str(tiny_llama)
     assert (report["config"]["pattern"], report["config"]["bits"]) == ("2:4", 4 if bits else None)
+
+
+def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, capsys):
+    """Else the corrected command would be refused for its other options."""
+    out = ["--sparsity=0.5", "--sequence-length=32", f"--out={tmp_path / 'out'}"]
+    for model, tokens in ((tmp_path / "absent", 640), (tiny_llama, 64)):
+        with pytest.raises(SystemExit):
+            main(["prune", str(model), *out, f"--distill={tokens}"])
+    assert "expected at least ten windows" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_bits_alone_are_not_distilled(tiny_llama, capsys):
