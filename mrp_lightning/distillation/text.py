@@ -111,24 +111,24 @@ class DistillationText(TextDataModule):
         """Return the windows that are not held out, in another order in every epoch."""
         parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
         windows: Any = interleaved(parts)
-        read = self.state_dict()["read"]
+        state = self.state_dict()
         self._epoch = _ResumedLoader(
             windows, batch_size=self.batch_size, sampler=_Shuffled(len(windows), self.seed)
         )
-        self._epoch.read = read
+        self._epoch.load_state_dict(state)
         return self._epoch
 
-    # Not as a state of the loader: Lightning restores none that exists before the checkpoint is
+    # Not only as the loader's: Lightning restores no loader that exists before the checkpoint is
     # read, as where the learning rate depends on its length.
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches of the epoch that were read."""
-        return {"read": self._read if self._epoch is None else self._epoch.read}
+        return {"read": self._read} if self._epoch is None else self._epoch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin the next epoch behind the batches that were read."""
         self._read = state_dict["read"]
         if self._epoch is not None:
-            self._epoch.read = self._read
+            self._epoch.load_state_dict(state_dict)
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
         """Return the held-out windows of each text, by its name."""
@@ -210,6 +210,14 @@ class _ResumedLoader(DataLoader[Any]):
     """A loader that begins its next epoch behind the first `read` batches, and counts on."""
 
     read = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches that were read."""
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next epoch behind the batches that were read."""
+        self.read = state["read"]
 
     def __iter__(self) -> Any:
         # In an epoch's first read, not before: Lightning makes the iterator before it restores.
