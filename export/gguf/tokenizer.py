@@ -237,8 +237,8 @@ def _different(one: Tokenizer, other: Tokenizer, texts: Sequence[str]) -> list[s
     )
     return [
         text
-        for text, ours, theirs in encoded
-        if ours.ids != theirs.ids
+        for text, encoding, other_encoding in encoded
+        if encoding.ids != other_encoding.ids
         or (other.pre_tokenizer and _pieces(one, text) != _pieces(other, text))
     ]
 

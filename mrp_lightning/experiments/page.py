@@ -361,7 +361,9 @@ def _next_steps(frame: ScoreFrame) -> Iterator[_NextStep]:
             "several times as long, and fits the calibration text closely: give text like yours.",
             "mrp-lightning prune MODEL --recipe best …",
         )
-    if not any(copy.exported for other in model.groups for copy in other.runs):
+    is_exported = any(copy.exported for other in model.groups for copy in other.runs)
+    is_narrower = run.report is not None and bool(run.report.narrowed)
+    if not (is_exported or is_narrower):  # a narrower model has no zeros to leave out
         pack = f"mrp-lightning export {directory}"
         yield _NextStep("Pack it: its files become smaller, and its layers faster to decode.", pack)
 

@@ -89,10 +89,10 @@ def shortening_plan(model: nn.Module, sparsity: float, plan: Plan) -> Shortening
 
 
 def remove_blocks(plan: ShorteningPlan, removed: Sequence[int]) -> ExitStack:
-    """Remove blocks from the model of a plan, in place, and from its configuration.
+    """Remove blocks from a model in place, and from its configuration.
 
-    The blocks that stay are numbered anew, also in the attributes by which attention finds its
-    place in a cache of keys and values.
+    The remaining blocks are numbered anew, also in the attributes (`layer_idx`) by which attention
+    indexes a cache of keys and values.
 
     Args:
         plan: The plan.

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mrp_lightning import CausalLM
+from mrp_lightning.commands.distillation import needed_memory
 from mrp_lightning.commands.main import main
 from mrp_lightning.distillation.module import Distillation
 
@@ -105,6 +107,19 @@ def test_its_text_is_by_default_the_pruning_s(run, tmp_path, monkeypatch, capsys
     again = [str(run), *SMALL, "--out", str(tmp_path / "other")]
     assert "the text of the pruning is gone" in refusal(again, capsys)
     main(["distill", *again, "--text", "self"])
+
+
+def test_the_memory_that_is_said_is_what_training_holds(run):
+    """Gradients, kept values, their moments, and a copy of the best weights, all in float32."""
+    module = Distillation(run, CausalLM(str(run)), dtype="float32")
+    trained = [
+        p for n, p in module.model.named_parameters() if "embed" not in n and "head" not in n
+    ]
+    kept = sum(int((p != 0).sum()) for p in trained)
+    held = 2 * 4 * sum(p.numel() for p in trained) + 3 * 4 * kept
+    assert needed_memory(module, 0) == held
+    features = sum(sum(p.shape) for n, p in module.model.named_parameters() if "proj" in n)
+    assert needed_memory(module, 10) - held == 10 * 4 * features
 
 
 def refusal(args, capsys):
