@@ -32,11 +32,12 @@ def test_a_packed_model_is_the_pruned_one(form, source, packed):
 
 
 def test_perplexity_is_that_of_transformers(half, packed):
+    """In float32: how bfloat16 is rounded depends on the CPU, in the dense model as well."""
     import math
 
-    sparse = scores(engine(packed(half, "bitmask")), text())
-    theirs = by_transformers(half, text(), torch.bfloat16)
-    assert sparse.perplexity == pytest.approx(math.exp(-float(theirs.double().mean())), rel=2e-3)
+    sparse = scores(engine(packed(half, "bitmask"), dtype="float32"), text())
+    theirs = by_transformers(half, text(), torch.float32)
+    assert sparse.perplexity == pytest.approx(math.exp(-float(theirs.double().mean())), rel=1e-5)
 
 
 def test_a_compiled_step_computes_the_same(half, packed, tmp_path, monkeypatch):
