@@ -359,7 +359,7 @@ def loss_by_size(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Pictur
         for (text_name, form, method, weights), value in values.items()
     )
     caption = "Percent added to the perplexity, over millions of weights."
-    return picture("evidence", caption, words, lambda: draw(values, methods))
+    return picture(caption, words, lambda: draw(values, methods))
 
 
 def draw(values: pd.Series, methods: dict[str, Any]) -> Figure:

@@ -120,7 +120,8 @@ def save_sweep(save_run, save_perplexity) -> Callable[[Path], Path]:
                 for seed in range(2):
                     number += 1
                     directory = root / "tiny" / f"{name}-{method}-s128-seed{seed}"
-                    save_run(directory, method=method, seed=seed, **amount)
+                    source = {"base_model": "someone/tiny"}
+                    save_run(directory, method=method, seed=seed, **source, **amount)
                     save_perplexity(directory, wikitext2=11 + 0.1234 * number, ptb=30 + number)
         return root
 

@@ -1,5 +1,6 @@
 """Models with made up perplexities, for the tests of tables."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from mrp_lightning.experiments.groups import ModelRuns, RunGroup
@@ -16,7 +17,7 @@ def models(
     for trial, values in perplexities.items():
         runs = []
         for seed, value in enumerate(values):
-            finished = FinishedTrial(Trial.from_dict({**trial.to_dict(), "seed": seed}), "", {}, {})
+            finished = FinishedTrial(replace(trial, seed=seed), "", {}, {})
             evaluation = Evaluation(perplexity={of: {"perplexity": value, "context": context}})
             runs.append(RunDirectory(Path(), "", None, evaluation, finished=finished))
         groups.append(RunGroup(runs, trial.label))

@@ -76,8 +76,8 @@ _BITS = {"int4-g32": 4.5, "int4-g64": 4.25}
 def main() -> None:
     """Draw the pictures."""
     OUT.mkdir(exist_ok=True)
-    for drawn in (formats(), quality(), engines()):
-        (OUT / f"{drawn.name}.svg").write_text(on_paper(drawn), encoding="utf-8")
+    for draw in (formats, quality, engines):
+        (OUT / f"{draw.__name__}.svg").write_text(on_paper(draw()), encoding="utf-8")
 
 
 def formats() -> Picture:
@@ -115,7 +115,7 @@ def formats() -> Picture:
         f"{name}: {row['bits']:.3g} bits, {row['perplexity']:.1f}"
         for name, row in losses.iterrows()
     )
-    return picture("formats", "Perplexity over bits a weight.", words, draw)
+    return picture("Perplexity over bits a weight.", words, draw)
 
 
 def _family(name: str) -> str:
@@ -148,7 +148,7 @@ def quality() -> Picture:
         return figure
 
     words = "; ".join(f"{of} {setting}: {value:.1f}" for (setting, of), value in points.items())
-    return picture("quality", "Perplexity by method.", words, draw)
+    return picture("Perplexity by method.", words, draw)
 
 
 def engines() -> Picture:
@@ -188,7 +188,7 @@ def engines() -> Picture:
 
     words = "; ".join(f"{of} by {by}: {value:.2f}" for (by, of), value in points.items())
     caption = "Perplexity of SmolLM2-135M with rescaled channels by type."
-    return picture("engines", caption, words, draw)
+    return picture(caption, words, draw)
 
 
 def _of_llama(by: str, kind: str) -> tuple[str, str]:

@@ -105,34 +105,30 @@ class ModelRuns:
 
 
 def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
-    """Group runs by model: runs of one model have the same dense run, and layers of equal shapes.
+    """Group runs by model, the pruned ones first.
 
-    The dense run of a pruned run is the one next to it, or the nearest one in a directory above.
-    Without dense runs, models are distinguished by the directories that hold their runs. The runs
-    of a sweep name their model. Runs that were evaluated on different texts or tasks of one name
-    are not compared. Dense runs without a pruned one come last, each as a model; if any run is
-    pruned, those from next to the root (`../NAME`) are left out.
+    The runs of a sweep name their model. Others are of one model if they were pruned from the same
+    source, their layers have equal shapes, and they were evaluated on no different texts or tasks
+    of one name. The dense run of a model has its source, too; if there is but one model, a run of
+    an unknown source will do. Each of the other dense runs is a model of its own.
     """
     dense = [run for run in runs if run.report is None]
-    nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
     clusters: list[list[RunDirectory]] = []
-    for run, near in nearest.items():
+    for run in runs:
+        if run.report is None:
+            continue
         for cluster in clusters:
-            # Equal shapes alone do not make one model: two finetunings have them. So the nearest
-            # dense run, or else the directory, has to agree, too.
-            is_near = nearest[cluster[0]] == near and (near or _home(cluster[0]) == _home(run))
-            if is_near and _agree(run, cluster):
+            if _source(cluster[0]) == _source(run) and _agree(run, cluster):
                 cluster.append(run)
                 break
         else:
             clusters.append([run])
-    models = []
+    models, used = [], set()
     for cluster in clusters:
-        near = nearest[cluster[0]]
-        rivals = sum(nearest[other[0]] == near for other in clusters)
-        base, doubt = _base_of(cluster, near, rivals)
-        name = _model_name(cluster, base, alone=len(clusters) == 1)
-        models.append(ModelRuns(name, base, _groups(cluster), [doubt] if doubt else []))
+        candidates = [run for run in dense if _may_be_base(run, cluster, len(clusters) == 1)]
+        used.update(candidates)
+        base, doubt = _base_of(cluster, candidates)
+        models.append(ModelRuns(_name(cluster), base, _groups(cluster), [doubt] if doubt else []))
     names = Counter(model.name for model in models)
     models = [
         replace(model, name=f"{model.name}, {model.groups[0].runs[0].name}")
@@ -140,53 +136,47 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
         else model
         for model in models
     ]
-    used = {candidate for near in nearest.values() for candidate in near}
-    alone = [run for run in dense if run not in used]
-    alone = [run for run in alone if not (clusters and run.name.startswith("../"))]
-    return [*models, *(ModelRuns(_dense_name(run), run, []) for run in alone)]
+    return [*models, *(ModelRuns(_name([run]), run, []) for run in dense if run not in used)]
 
 
-def _home(run: RunDirectory) -> Path:
-    return run.directory.absolute().parent
+_UNKNOWN = ("", "")
 
 
-def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirectory, ...]:
-    """Return the dense runs in the nearest directory, preferably the one called `dense`."""
-    candidates = [candidate for candidate in dense if _may_be_base(candidate, run)]
-    for parent in run.directory.absolute().parents:
-        next_to = [candidate for candidate in candidates if _home(candidate) == parent]
-        if next_to:
-            return tuple([c for c in next_to if c.directory.name == "dense"] or next_to)
-    return ()
+def _source(run: RunDirectory) -> tuple[str, str]:
+    """Return the directory of a run's sweep and the model there; without a sweep "" and the source.
+
+    The source is a hub id or a path, and empty where it is not known.
+    """
+    if run.finished:
+        trial = run.trial
+        return str(run.directory.absolute().parents[len(trial.directory.parts) - 1]), trial.model
+    source = str((run.config.get(_BASE_MODEL) if run.report else run.evaluation.model) or "")
+    return "", str(Path(source).resolve()) if source and Path(source).exists() else source
 
 
-def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
-    """Return whether a dense run may be the source of a pruned one: their sources do not differ."""
-    if dense.finished and run.finished:
-        return dense.trial.model == run.trial.model
-    first, second = dense.evaluation.model, run.config.get(_BASE_MODEL)
-    if None in (first, second) or first == second:
-        return True
-    paths = Path(str(first)), Path(str(second))
-    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+def _may_be_base(dense: RunDirectory, cluster: Sequence[RunDirectory], is_alone: bool) -> bool:
+    """Return whether a dense run may be that of a cluster: of its source, as far as it is known."""
+    sources = _source(dense), _source(cluster[0])
+    if _UNKNOWN in sources:
+        return is_alone
+    return sources[0] == sources[1]
 
 
 def _base_of(
-    cluster: Sequence[RunDirectory], near: Sequence[RunDirectory], rivals: int
+    cluster: Sequence[RunDirectory], candidates: Sequence[RunDirectory]
 ) -> tuple[RunDirectory | None, str]:
-    """Return the dense run of a cluster, and why there is none; `rivals` have the same nearest."""
-    if len(near) > 1:
-        names = ", ".join(candidate.name for candidate in near)
-        return None, f"Several dense models are as near ({names}): there is no “before”."
-    if not near:
-        return _dense_scores_of(cluster), ""
-    (base,) = near
-    if rivals > 1:
-        several = "runs of several models, or on several texts or tasks of one name"
-        return None, f"{base.name} stands beside {several}: there is no “before”."
-    if not _same_texts(base, cluster[0]):
-        return None, f"{base.name} was evaluated on other texts or tasks: there is no “before”."
-    return base, ""
+    """Return the dense run of a cluster among those of its source, or why there is none."""
+    comparable = [run for run in candidates if _same_texts(run, cluster[0])]
+    comparable = [run for run in comparable if run.directory.name == "dense"] or comparable
+    if len(comparable) == 1:
+        return comparable[0], ""
+    if recorded := _dense_scores_of(cluster):
+        return recorded, ""
+    names = ", ".join(run.name for run in comparable or candidates)
+    if comparable:
+        return None, f"Several runs may be of the dense model ({names}): there is no “before”."
+    other = f"{names} was evaluated on other texts or tasks: there is no “before”."
+    return None, other if candidates else ""
 
 
 def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
@@ -202,9 +192,9 @@ def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
 
 
 def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
-    """Return whether a run is of a cluster's model: by name in sweeps, else by texts and layers."""
-    if run.finished and cluster[0].finished:
-        return run.trial.model == cluster[0].trial.model
+    """Return whether a run of a cluster's source is of its model, by texts and layers."""
+    if run.finished:
+        return True
     # Runs may prune different layers, so that only shared ones can disagree.
     shapes = {layer.name: layer.shape for other in cluster for layer in other.layers}
     shared = [layer for layer in run.layers if layer.name in shapes]
@@ -236,21 +226,14 @@ def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
     return True
 
 
-def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, alone: bool) -> str:
-    if cluster[0].finished:
-        return cluster[0].trial.model
-    if dense is not None and dense.evaluation.model:
-        return _dense_name(dense)
-    directory = cluster[0].directory.resolve()
-    return directory.name if alone and len(cluster) == 1 else directory.parent.name
-
-
-def _dense_name(run: RunDirectory) -> str:
-    """Return the name of a dense model: in its sweep, a hub id, or the last part of its path."""
-    source = run.evaluation.model
-    if run.finished or not source:
-        return run.trial.model or run.directory.resolve().name
-    return Path(source).name if Path(source).is_absolute() or source.count("/") > 1 else source
+def _name(runs: Sequence[RunDirectory]) -> str:
+    """Return the name of a model: in its sweep, a hub id, or the last part of a path."""
+    _, source = _source(runs[0])
+    if source:
+        is_path = Path(source).is_absolute() or source.count("/") > 1
+        return Path(source).name if is_path and not runs[0].finished else source
+    directory = runs[0].directory.resolve()
+    return directory.name if len(runs) == 1 else directory.parent.name
 
 
 def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:

@@ -1,4 +1,4 @@
-"""The parts of a page, and their pictures: line plots of tables, as SVG and PNG.
+"""The parts of a page, and their pictures: line plots of tables, as SVG.
 
 Pictures are drawn for a light background; on a dark one a CSS filter inverts their lightness.
 """
@@ -46,18 +46,14 @@ class Picture:
     """A picture.
 
     Attributes:
-        name: The name of its file, without the ending; pictures of a page may share it.
         caption: The caption above it.
         alt: Its content in words and numbers.
         svg: The picture as SVG, with a transparent background.
-        png: The picture as PNG, with a light background.
     """
 
-    name: str
     caption: str
     alt: str
     svg: bytes
-    png: bytes
 
 
 @dataclass(frozen=True)
@@ -83,18 +79,15 @@ class Scale(NamedTuple):
     zero: bool = True
 
 
-def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
+def picture(caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
     """Return a picture of the figure that `draw` makes; its `alt` is the caption and `words`."""
-    alt = f"{caption} {words}"
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE):
         # A name in a script that matplotlib's font lacks is still shown in the SVG.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure, svg, png = draw(), io.BytesIO(), io.BytesIO()
+        svg = io.BytesIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(svg, format="svg", metadata=nothing)
-        figure.set_layout_engine("none")  # already laid out; a second layout would take longest
-        figure.savefig(png, format="png", dpi=200, facecolor=PAPER, metadata={"Title": alt})
-    return Picture(name, caption, alt, svg.getvalue(), png.getvalue())
+        draw().savefig(svg, format="svg", metadata=nothing)
+    return Picture(caption, f"{caption} {words}", svg.getvalue())
 
 
 def color_of(method: str) -> str:
@@ -133,7 +126,6 @@ def line_styles(methods: Sequence[str | None]) -> Iterator[dict[str, Any]]:
 
 
 def draw_lines(
-    name: str,
     caption: str,
     values: pd.DataFrame,
     methods: Methods,
@@ -145,7 +137,6 @@ def draw_lines(
     """Draw a named line for each column of a table over its index.
 
     Args:
-        name: See `Picture`.
         caption: See `Picture`.
         values: The index holds numbers, names, or names of blocks; the columns are labels.
         methods: The method of each label.
@@ -181,7 +172,7 @@ def draw_lines(
             figure.legend(loc="outside lower left", frameon=False)
         return figure
 
-    return picture(name, caption, _in_words(values, scale), draw)
+    return picture(caption, _in_words(values, scale), draw)
 
 
 def _in_words(values: pd.DataFrame, scale: Scale) -> str:

@@ -8,10 +8,17 @@ from typing import Any
 
 from mrp_lightning.commands.command import CommandParser
 from mrp_lightning.environment import extra
+from mrp_lightning.errors import counted
+from mrp_lightning.storage.files import check_output_file, save_ours
 
 
 def main(args: Sequence[str]) -> None:
-    """Write the page, and print its path; errors are those of `find_runs` and `check_page`."""
+    """Write the page, and print its path.
+
+    Raises:
+        FileExistsError: `--out` is a directory, or a file that this package did not write or that
+            was changed, and `--overwrite` is not given. `find_runs` raises more.
+    """
     options = _parser().parse_args(args)
     # Imported late, since help and mistakes need not wait for torch.
     from mrp_lightning.experiments.runs import common_parent, find_runs
@@ -21,22 +28,19 @@ def main(args: Sequence[str]) -> None:
     directory = runs[0].directory if runs[0].unfinished else root
     out = options.out or directory / "report.html"
     with extra("report", "`report`"):
-        from mrp_lightning.experiments import page as pages
-    pages.check_page(out, overwrite=options.overwrite)
+        from mrp_lightning.experiments.page import make_page
+    if not options.overwrite or out.is_dir():
+        check_output_file(out, "--out", "allow it to be replaced with --overwrite")
     command = shlex.join(["mrp-lightning", "report", *args])
-    page = pages.make_page(runs, root.resolve().name, options.title, command=command)
-    pages.write_page(page, out, overwrite=options.overwrite)
-    where = f", pictures in {pages.pictures_directory(out)}" if page.pictures else ""
-    num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    sys.stdout.write(f"{num}: {out}{where}\n")
+    save_ours(out, make_page(runs, root.resolve().name, options.title, command=command))
+    sys.stdout.write(f"{counted(len(runs), 'run')}: {out}\n")
 
 
 def _parser() -> Any:
     parser = CommandParser(
         "mrp-lightning report",
         "Write one HTML page, which needs no other file, about the runs in a directory "
-        "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "
-        "files beside it.",
+        "and beneath it: pruning_report.json, evaluation.json.",
     )
     parser.add_argument(
         "run_dir",

@@ -1,14 +1,13 @@
 """Runs on disk: their reports, evaluations and trials."""
 
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.errors import OptionError
 from mrp_lightning.experiments.trials import Trial, method_rank
 from mrp_lightning.journal.journal import find_journal, unfinished_report
 from mrp_lightning.records import evaluation as records
@@ -18,8 +17,6 @@ from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_json, read_as, read_json
-
-log = logging.getLogger(__name__)
 
 TRIAL = "run.json"
 """The name of the file that a sweep writes last: a directory with it holds a finished run."""
@@ -35,26 +32,20 @@ class FinishedTrial:
     """The content of `run.json`.
 
     Attributes:
-        trial: The trial of the sweep.
+        run: The trial of the sweep.
         machine: A description of the machine of the run.
         config: The configuration by dotted key, defaults included.
         inputs: Digests of the files that the run read, by input; see `inputs.digests`.
     """
 
-    trial: Trial
+    run: Trial
     machine: str
-    config: Mapping[str, Any]
-    inputs: Mapping[str, str]
+    config: dict[str, Any]
+    inputs: dict[str, str]
 
     def save(self, directory: Path) -> None:
         """Write `run.json` into a directory."""
-        content = {
-            "format_version": _FORMAT_VERSION,
-            "run": self.trial.to_dict(),
-            "machine": self.machine,
-            "config": self.config,
-            "inputs": self.inputs,
-        }
+        content = {"format_version": _FORMAT_VERSION, **asdict(self)}
         save_ours(directory / TRIAL, as_json(content))
 
     @classmethod
@@ -62,21 +53,10 @@ class FinishedTrial:
         """Read a `run.json`.
 
         Raises:
-            FormatError: The file is damaged, or of a newer version of mrp-lightning.
+            FormatError: The file is damaged, or of a newer version of mrp-lightning; or it names no
+                method.
         """
-        content = read_as(_TrialContent, path, "make the run again", _FORMAT_VERSION)
-        trial = Trial.from_dict(content.run, f"`run` of {path}")
-        return cls(trial, content.machine, content.config, content.inputs)
-
-
-@dataclass(kw_only=True)
-class _TrialContent:
-    """The JSON of `run.json`."""
-
-    run: dict[str, Any]
-    machine: str
-    config: dict[str, Any]
-    inputs: dict[str, str]
+        return read_as(cls, path, "make the run again", _FORMAT_VERSION)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +87,7 @@ class RunDirectory:
     def trial(self) -> Trial:
         """The trial of the run: of its sweep, or as its report describes it."""
         if self.finished:
-            return self.finished.trial
+            return self.finished.run
         return Trial.of_report(self.report.config) if self.report else Trial("")
 
     @property
@@ -151,8 +131,7 @@ def find_runs(*roots: Path) -> list[RunDirectory]:
     """Return the runs in and below directories, dense ones first, sorted by setting and method.
 
     Hidden directories are skipped. A journal, or the directory that an unfinished run will write,
-    stands for that run, which is reported alone. If all runs are pruned, dense runs next to a
-    single root are added.
+    stands for that run, which is reported alone.
 
     Raises:
         FileNotFoundError: One of the directories does not exist, or holds no run.
@@ -181,8 +160,6 @@ def find_runs(*roots: Path) -> list[RunDirectory]:
         # Several roots may overlap. Their paths are resolved, so that each run counts once.
         paths |= {path if len(roots) == 1 else path.resolve() for path in runs_beneath}
     runs = [read_run(directory, _name(directory, parent)) for directory in sorted(paths)]
-    if all(run.report for run in runs) and len(roots) == 1:
-        runs += _dense_next_to(roots[0])
     return sorted(runs, key=_rank)
 
 
@@ -233,26 +210,6 @@ def _unfinished(journal: Path) -> RunDirectory:
 def _name(directory: Path, root: Path) -> str:
     relative = directory.relative_to(root).as_posix()
     return directory.resolve().name if relative == "." else relative
-
-
-def is_dense_run(directory: Path) -> bool:
-    """Return whether a directory holds the evaluation of a model that is not pruned."""
-    return (directory / records.NAME).is_file() and not (directory / report.NAME).exists()
-
-
-def _dense_next_to(root: Path) -> Iterator[RunDirectory]:
-    """Yield the dense runs next to a directory; damaged ones are skipped with a warning."""
-    try:
-        siblings = sorted(root.absolute().parent.iterdir())
-    except OSError as error:
-        log.warning("Dense runs beside %s are not compared with. %s", root, error)
-        return
-    for directory in siblings:
-        try:
-            if directory.is_dir() and is_dense_run(directory):
-                yield read_run(directory, f"../{directory.name}")
-        except (FormatError, OSError) as error:
-            log.warning("%s is not compared with. %s", directory, error)
 
 
 def _rank(run: RunDirectory) -> tuple[Any, ...]:

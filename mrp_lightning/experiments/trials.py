@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.solver.arguments import COMPENSATION_NAMES, MASK_NAMES, NAMED, method_parts
-from mrp_lightning.storage.json_files import as_dataclass
 
 if TYPE_CHECKING:
     from mrp_lightning.solver.recipe import Recipe
@@ -185,23 +184,6 @@ class Trial:
         if self.seed is not None:
             options["data.seed"] = self.seed
         return options | ({self.changed.key: self.changed.value} if self.changed else {})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the trial as `run.json` stores it."""
-        changed = [self.changed.key, self.changed.value] if self.changed else None
-        return {**vars(self), "changed": changed}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any], source: str = "the trial") -> "Trial":
-        """Make a trial of the result of `to_dict`; `source` names it in messages.
-
-        Raises:
-            FormatError: A value is missing or of another type, or there is no such method.
-        """
-        match content.get("changed"):
-            case [key, value]:
-                content = {**content, "changed": {"key": key, "value": value}}
-        return as_dataclass(cls, content, source, "delete it, or make the run again")
 
     @classmethod
     def of_report(cls, config: Mapping[str, Any]) -> "Trial":

@@ -126,17 +126,6 @@ class PruningReport:
         return mean_relative_loss(self.pruned)
 
     @property
-    def losses(self) -> tuple[float, float]:
-        """Return (Σ relative loss, the part of it due to the grid) over the layers on a grid."""
-        losses = [
-            # Shares of the relative loss, since losses of layers have different scales.
-            (row.relative_loss, row.grid.grid_loss / row.loss)
-            for row in self.pruned
-            if row.relative_loss and row.loss and row.grid and row.grid.grid_loss is not None
-        ]
-        return sum(loss for loss, _ in losses), sum(loss * share for loss, share in losses)
-
-    @property
     def amount(self) -> Amount:
         """The pattern and the grid of `config`, to compare weights with.
 

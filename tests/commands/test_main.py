@@ -208,13 +208,13 @@ def test_the_dense_and_the_pruned_perplexity_meet_on_the_page(tiny_llama, tmp_pa
     assert sorted(tiny_llama.iterdir()) == before  # the user's own directory
     main(["test", *options, f"--model.model={runs / 'pruned'}"])
 
-    # A dense run of another model lies nearer by its name, and is not the base.
+    # A dense run of another model stands there, too, and is not the base.
     records.record(runs / "dense", perplexity={"text": {"perplexity": 3.0}}, model="someone/other")
     keep = ["--trainer.callbacks=callbacks.SaveEvaluation"]
     keep.append(f"--trainer.callbacks.save_dir={runs / 'base'}")
     main(["test", *options, *keep, f"--model.model={tiny_llama}"])
-    main(["report", str(runs / "pruned")])
-    page = (runs / "pruned" / "report.html").read_text()
+    main(["report", str(runs)])
+    page = (runs / "report.html").read_text()
     dense, pruned = (
         records.read(runs / name).perplexity["text"]["perplexity"] for name in ("base", "pruned")
     )

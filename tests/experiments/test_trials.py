@@ -1,6 +1,5 @@
 """Which trials a sweep is made of."""
 
-import json
 import re
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning.errors import MethodError, OptionError, PatternError
+from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.experiments.trials import ChangedOption, Trial
 
@@ -156,11 +156,10 @@ def test_a_recipe_without_inputs_of_its_method_may_see_them_elsewhere():
     assert [trial.seed for trial in trials if trial.model == "b"] == [None, 0, 1]
 
 
-def test_a_trial_comes_back_from_its_file():
+def test_a_trial_comes_back_from_its_file(tmp_path):
     for trial in sweep(recipes={"best": BEST}, runs={"2:4": ["SM", "best"]}).trials:
-        assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
-    old = {"model": "a", "setting": "2:4", "method": "SM", "block_size": 128, "seed": 1}
-    assert Trial.from_dict({**old, "changed": None}) == Trial("a", "2:4", "SM", 128, 1)
+        FinishedTrial(trial, "", {}, {}).save(tmp_path)
+        assert FinishedTrial.load(tmp_path / "run.json").run == trial
 
 
 def test_every_mistake_in_recipes_is_listed():
@@ -232,7 +231,8 @@ def test_any_value_can_be_varied(tmp_path):
         assert len(trial.directory.parts) == 2
         (tmp_path / trial.directory).mkdir(parents=True)  # fails where two are called the same
         assert not set(trial.directory.name) & set(" /*\"'[]{}")
-        assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+        FinishedTrial(trial, "", {}, {}).save(tmp_path)
+        assert FinishedTrial.load(tmp_path / "run.json").run == trial
 
 
 def test_a_plain_value_is_the_name_of_its_directory():

@@ -59,7 +59,7 @@ def test_a_page_runs_nothing(tmp_path):
     }
     (directory / "pruning_report.json").write_text(json.dumps(report))
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
-    page = Tags(make_page(find_runs(tmp_path / "runs"), NAME, NAME, command=NAME).html)
+    page = Tags(make_page(find_runs(tmp_path / "runs"), NAME, NAME, command=NAME))
     assert page.scripts == page.handlers == 0
     assert page.text.count("<script>alert(1)</script>") > 10
 
@@ -96,4 +96,4 @@ def test_a_report_without_layers_has_a_page(tmp_path):
         report = {"format_version": 1, "layers": layers, "totals": TOTALS, "versions": {}}
         report["config"] = {"method": "SM", "pattern": "2:4", "sparsity": None}
         (directory / "pruning_report.json").write_text(json.dumps(report))
-        assert "Pruning report" in make_page(find_runs(directory), "x").html
+        assert "Pruning report" in make_page(find_runs(directory), "x")

@@ -11,7 +11,6 @@ pytest.importorskip("matplotlib")
 
 from mrp_lightning.commands.main import main as command_line
 from mrp_lightning.errors import FormatError
-from mrp_lightning.experiments import runs
 from mrp_lightning.experiments.report import main
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.journal.journal import Journal
@@ -114,30 +113,6 @@ def test_an_evaluation_without_numbers_is_named(tmp_path, save_perplexity):
         main([str(tmp_path)])
 
 
-def test_a_damaged_dense_run_beside_is_left_out(tmp_path, save_run, caplog):
-    save_run(tmp_path / "run")
-    (tmp_path / "dense").mkdir()
-    (tmp_path / "dense" / "evaluation.json").write_text("{")
-    main([str(tmp_path / "run")])
-    assert "dense is not compared with" in caplog.text
-
-
-def test_what_may_not_be_read_beside_is_left_out(tmp_path, save_run, caplog, monkeypatch):
-    save_run(tmp_path / "run")
-    (tmp_path / "locked").mkdir()
-    is_dense_run = runs.is_dense_run
-
-    def refuse(directory):
-        if directory.name == "locked":
-            raise PermissionError(13, "Permission denied", str(directory))
-        return is_dense_run(directory)
-
-    monkeypatch.setattr(runs, "is_dense_run", refuse)
-    main([str(tmp_path / "run")])
-    assert "locked is not compared with" in caplog.text
-    assert (tmp_path / "run" / "report.html").is_file()
-
-
 def test_a_page_is_written_again_and_other_files_are_not(tmp_path, save_run):
     save_run(tmp_path / "run")
     out = tmp_path / "pages" / "page.html"
@@ -145,33 +120,13 @@ def test_a_page_is_written_again_and_other_files_are_not(tmp_path, save_run):
     main(options)
     main([*options, "--title", "Second"])
     assert "<title>Second</title>" in out.read_text()
-    holiday = out.parent / "page-figures" / "holiday.png"
-    holiday.write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match=r"page-figures holds what .*: holiday\.png"):
-        main([*options, "--overwrite"])
-    assert holiday.read_bytes() == b"mine"
-    holiday.unlink()
     out.write_text("mine")
     with pytest.raises(FileExistsError, match=r"was changed since .*--overwrite"):
         main(options)
     assert out.read_text() == "mine"
     main([*options, "--overwrite"])
     assert out.read_text().startswith("<!DOCTYPE html>")
-    assert sorted(p.name for p in out.parent.iterdir()) == [
-        MANIFEST,
-        "page-figures",
-        "page.html",
-    ]
-
-
-def test_a_directory_of_others_is_not_replaced(tmp_path, save_run):
-    save_run(tmp_path)
-    notes = tmp_path / "report-figures" / "notes.txt"
-    notes.parent.mkdir()
-    notes.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"report-figures holds what .*: notes.txt"):
-        main([str(tmp_path)])
-    assert notes.read_text() == "mine"
+    assert sorted(p.name for p in out.parent.iterdir()) == [MANIFEST, "page.html"]
 
 
 def test_out_is_no_directory(tmp_path, save_run):

@@ -40,20 +40,16 @@ def test_what_was_varied_is_in_the_label(tmp_path, save_run):
     assert [v.label for v in model.groups] == ["SM, damping 0.01", "SM, damping 0.1"]
 
 
-def test_the_dense_run_beside_a_run_is_found(tmp_path, save_run, save_perplexity):
-    save_run(tmp_path / "a" / "run")
-    save_perplexity(tmp_path / "a" / "base", wikitext2=5.0)
-    (model,) = models_of(tmp_path / "a" / "run")
-    assert model.dense.name == "../base"
-
-
-def test_each_model_has_the_dense_run_that_is_nearest(tmp_path, save_run, save_perplexity):
-    for name, value in {"one": 5.0, "two": 6.0}.items():
-        save_run(tmp_path / name / "2of4" / "SM")
-        save_perplexity(tmp_path / name / "dense", name, wikitext2=value)
-    assert [(m.name, m.dense.name) for m in models_of(tmp_path)] == [
-        ("one", "one/dense"),
-        ("two", "two/dense"),
+def test_each_model_has_the_dense_run_of_its_source(tmp_path, save_run, save_perplexity):
+    for name, value in {"one": 5.0, "some/two": 6.0}.items():
+        save_run(tmp_path / name / "SM", base_model=name)
+        save_perplexity(tmp_path / f"{name}-before", name, wikitext2=value)
+    save_perplexity(tmp_path / "dense", "three", wikitext2=7.0)
+    found = [(m.name, m.dense.name, len(m.groups)) for m in models_of(tmp_path)]
+    assert found == [
+        ("one", "one-before", 1),
+        ("some/two", "some/two-before", 1),
+        ("three", "dense", 0),
     ]
 
 
@@ -70,7 +66,7 @@ def test_a_run_may_tell_of_its_dense_model_itself(tmp_path, save_run, save_perpl
     assert value.detail.startswith("+60.0%, context 2048, 166 windows, no BOS before them")
     assert not notes(model)
     save_perplexity(tmp_path / "a" / "dense", text=4.0)  # measured by itself, and later
-    assert models_of(run)[0].dense.name == "../dense"
+    assert models_of(tmp_path)[0].dense.name == "a/dense"
 
 
 def test_settings_in_directories_of_their_own_are_one_model(tmp_path, save_run, save_perplexity):
@@ -86,9 +82,7 @@ def test_models_of_other_shapes_are_not_mixed(tmp_path, save_run, save_perplexit
     save_run(tmp_path / "other", prefix="transformer.h")
     assert len(models_of(tmp_path)) == 2
     save_perplexity(tmp_path / "dense", wikitext2=5.0)
-    found = models_of(tmp_path)
-    assert [m.dense for m in found] == [None, None]
-    assert "runs of several models" in found[0].doubts[0]
+    assert [m.dense and m.dense.name for m in models_of(tmp_path)] == [None, None, "dense"]
 
 
 def of_text(run, save_run, save_perplexity, *, checksum, dense=None, source="a.txt", seed=0):
@@ -131,6 +125,9 @@ def test_texts_of_one_name_and_other_content_are_not_compared(tmp_path, save_run
     assert models_of(tmp_path)[0].dense.name == "dense"  # its content is not known
     scores = {**read(tmp_path / "dense").perplexity["text"], "checksum": 1}
     record(tmp_path / "dense", perplexity={"text": scores})
+    assert models_of(tmp_path)[0].dense.name == "z, before"
+    (tmp_path / "z" / "evaluation.json").unlink()
+    of_text(tmp_path / "z", save_run, save_perplexity, checksum=2)
     (model,) = models_of(tmp_path)
     assert model.dense is None
     assert "dense was evaluated on other text" in notes(model)[0].text
@@ -150,8 +147,8 @@ def test_finetunings_of_one_model_are_not_compared(tmp_path, save_run, save_perp
     for name, dense in (("base", 5.0), ("chat", 7.0)):
         of_text(tmp_path / name, save_run, save_perplexity, checksum=1, dense=dense)
     assert [model.name for model in models_of(tmp_path)] == [
-        f"{tmp_path.name}, base",
-        f"{tmp_path.name}, chat",
+        "base",
+        "chat",
     ]
 
 
@@ -161,7 +158,7 @@ def test_several_dense_runs_leave_the_before_open(tmp_path, save_run, save_perpl
         save_perplexity(tmp_path / name, wikitext2=5.0)
     (model,) = models_of(tmp_path)
     assert model.dense is None
-    assert "Several dense models are as near (base, instruct)" in notes(model)[0].text
+    assert "Several runs may be of the dense model (base, instruct)" in notes(model)[0].text
     save_perplexity(tmp_path / "dense", wikitext2=5.0)
     assert models_of(tmp_path)[0].dense.name == "dense"
 

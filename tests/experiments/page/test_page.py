@@ -15,7 +15,6 @@ pytest.importorskip("matplotlib")
 import numpy as np
 from html_page import HtmlPage, turned_round
 from matplotlib.colors import to_rgb
-from PIL import Image
 
 from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.experiments.report import main
@@ -37,11 +36,11 @@ def reports(root: Path, pattern: str) -> list[dict]:
 
 
 def test_one_run_is_headed_by_its_values(tmp_path, save_run, save_perplexity):
-    report = save_run(tmp_path / "runs" / "mine")
+    report = save_run(tmp_path / "runs" / "mine", base_model="facebook/opt-125m")
     save_perplexity(tmp_path / "runs" / "mine", wikitext2=7.559)
     save_perplexity(tmp_path / "runs" / "dense", "facebook/opt-125m", wikitext2=6.986)
     (tmp_path / "runs" / "mine" / "model.safetensors").write_bytes(bytes(3 * 2**20))
-    page = page_of(tmp_path / "runs" / "mine")
+    page = page_of(tmp_path)
     assert "facebook/opt-125m, 2:4 by SM" in page.text
     assert "6.986 → 7.559" in page.text
     assert "+8.2%, context 2048, 166 windows" in page.text
@@ -221,17 +220,6 @@ def test_tables_have_headers_and_pictures_a_text(sweep):
     assert all(len(picture.alt) > 40 for picture in page.pictures)
 
 
-def test_every_picture_is_a_png_too(sweep):
-    page = HtmlPage(sweep / "report.html")
-    files = sorted((sweep / "report-figures").glob("[!.]*"))
-    assert len(files) == len(page.pictures)
-    for file in files:
-        with Image.open(file) as image:
-            image.verify()
-        with Image.open(file) as image:
-            assert len(image.getcolors(1 << 20)) > 3, file
-
-
 def test_the_same_runs_give_the_same_page(tmp_path, save_run):
     save_run(tmp_path)
     assert page_of(tmp_path).source == page_of(tmp_path).source
@@ -319,8 +307,6 @@ def test_what_was_done_to_blocks_is_listed(tmp_path, save_run):
     layers = page.table("Layers of")
     assert layers.row(report.layers[1].name)[layers.rows[0].index("target loss") - 1] == "0.125"
     assert {"123.4", "3.00 GiB"} <= set(page.table("Runs").rows[2])
-    (picture,) = (p.alt for p in page.pictures if "after tuning" in p.alt)
-    assert "SM: model.layers.0 0.0100, model.layers.1 0.0200, model.layers.2 0.0300." in picture
 
 
 def test_the_command_that_makes_the_page_again_is_on_it(tmp_path, save_run):
