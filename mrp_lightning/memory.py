@@ -1,7 +1,9 @@
-"""The memory of a process: its peak, the return of freed memory, and errors for a lack of it."""
+"""Memory: what is available, the peak of a process, freed memory, and errors for a lack of it."""
 
 import ctypes
+import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -27,6 +29,16 @@ def return_freed_memory() -> None:
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a GPU, or the available ones of Linux; elsewhere `None`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    text = meminfo.read_text() if meminfo.is_file() else ""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 2**10 if match else None
 
 
 def peak_rss() -> int | None:

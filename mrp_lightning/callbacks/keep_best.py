@@ -2,6 +2,9 @@
 
 import logging
 import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ class KeepBest(Callback):
 
     Args:
         monitor: The logged name of the metric; less is better, and NaN is never best.
+        file: A file that holds the best weights in place of memory, for a model that nearly fills
+            it; of one process, without sharded weights. It is rewritten, and nobody else's to read.
 
     Attributes:
         best: The least value; infinite before the first validation.
@@ -37,8 +42,11 @@ class KeepBest(Callback):
     """
 
     @checked
-    def __init__(self, monitor: str = "val_kl") -> None:
+    def __init__(
+        self, monitor: str = "val_kl", *, file: str | os.PathLike[str] | None = None
+    ) -> None:
         self.monitor = monitor
+        self.file = None if file is None else Path(file)
         self.best, self.best_step = math.inf, 0
         self.figures: dict[str, float] = {}
         self.figures_at_start: dict[str, float] | None = None
@@ -79,11 +87,17 @@ class KeepBest(Callback):
         if float(value) < self.best:
             self.best, self.best_step = float(value), trainer.global_step
             self.figures = {n: float(metric) for n, metric in trainer.callback_metrics.items()}
-            self._weights = {
-                name: parameter.detach().to("cpu", copy=True)
-                for name, parameter in pl_module.named_parameters()
-                if parameter.requires_grad
-            }
+            self._keep({n: p.detach() for n, p in pl_module.named_parameters() if p.requires_grad})
+
+    def _keep(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights to memory or to the file."""
+        if self.file is None:
+            self._weights = {name: w.to("cpu", copy=True) for name, w in weights.items()}
+            return
+        if self._weights.keys() != weights.keys():
+            self._weights = _in_file(self.file, weights)
+        for name, weight in weights.items():
+            self._weights[name].copy_(weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best weights and their value."""
@@ -100,4 +114,18 @@ class KeepBest(Callback):
         self.best, self.best_step = state_dict["best"], state_dict["best_step"]
         self.figures = state_dict["figures"]
         self.figures_at_start = state_dict["figures_at_start"]
-        self._weights = state_dict["weights"]
+        self._weights = {}
+        self._keep(state_dict["weights"])
+
+
+def _in_file(file: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of these shapes and dtypes whose memory is a file's pages."""
+    file.unlink(missing_ok=True)
+    # Wide types first: a view as another type begins at a multiple of its width.
+    ordered = dict(sorted(like.items(), key=lambda item: -item[1].itemsize))
+    sizes = [tensor.nbytes for tensor in ordered.values()]
+    pages = torch.from_file(str(file), shared=True, size=sum(sizes), dtype=torch.uint8)
+    return {
+        name: part.view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), part in zip(ordered.items(), pages.split(sizes), strict=True)
+    }

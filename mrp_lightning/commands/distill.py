@@ -12,6 +12,7 @@ from mrp_lightning.errors import OptionError
 
 if TYPE_CHECKING:
     from mrp_lightning.commands.distillation import Distilled
+    from mrp_lightning.distillation.module import Distillation
 
 _DESCRIPTION = (
     "Train the kept weights of a pruned model against its dense model, on text that the dense "
@@ -88,7 +89,7 @@ def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
 
 def _distil(run: Path, options: Namespace) -> None:
     """Train, save and report."""
-    from mrp_lightning.commands.distillation import Unfinished, distil, needed_memory
+    from mrp_lightning.commands.distillation import Unfinished, distil
     from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.distillation.text import DistillationText
     from mrp_lightning.storage.outputs import check_output_dir
@@ -112,11 +113,10 @@ def _distil(run: Path, options: Namespace) -> None:
     )
     own = "text that the teacher writes"
     text = f"half {own}, half {', '.join(map(str, options.text))}" if options.text else own
-    memory = needed_memory(module, options.batch_size * options.sequence_length)
     console.print(
         f"{data.steps} steps of {options.batch_size} windows of {options.sequence_length} tokens: "
-        f"{text}. Training needs about {memory / 2**30:.1f} GiB beside the two models. If it is "
-        "interrupted, the same command goes on where it was."
+        f"{text}. {_fit(module, options)} If it is interrupted, the same command goes on where it "
+        "was."
     )
     unfinished.begin()
     result = distil(
@@ -131,6 +131,34 @@ def _distil(run: Path, options: Namespace) -> None:
     )
     unfinished.end()
     _report(result, options, console)
+
+
+def _fit(module: "Distillation", options: Namespace) -> str:
+    """Return what memory training needs; recompute activations where they would not fit."""
+    import torch
+
+    from mrp_lightning.distillation.memory import needed_memory
+    from mrp_lightning.memory import available_memory
+
+    tokens = options.batch_size * options.sequence_length
+    needed = needed_memory(module, tokens)
+    is_gpu = torch.cuda.is_available() and options.accelerator in ("auto", "gpu", "cuda")
+    available = available_memory(torch.device("cuda" if is_gpu else "cpu"))
+    if is_gpu and available is not None:  # both models come there
+        models = (module.model, module.teacher.model)
+        available -= sum(p.nbytes for model in models for p in model.parameters())
+    if available is None or needed <= available:
+        return f"Training needs about {needed / 2**30:.1f} GiB beside the two models."
+    module.gradient_checkpointing = True
+    fewer = needed_memory(module, tokens)
+    text = (
+        f"Training needs about {needed / 2**30:.1f} GiB beside the two models, or "
+        f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "
+        f"{available / 2**30:.1f} are available."
+    )
+    if fewer > available and options.dtype != "bfloat16":
+        text += " Give `--dtype bfloat16`, or a smaller `--batch-size`."
+    return text
 
 
 def _dtype_of(run: Path) -> str:

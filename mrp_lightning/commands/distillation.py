@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -26,7 +25,6 @@ from mrp_lightning.records.report import NAME as NAME_OF_REPORT
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
-from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.values import pruned_layers
 
 LENGTH, BATCH_SIZE = 512, 2
@@ -101,30 +99,6 @@ class Unfinished:
         shutil.rmtree(self.directory)
 
 
-def needed_memory(module: Distillation, tokens: int) -> int:
-    """Return about how many bytes a training step needs, beside both models.
-
-    Trained weights have a gradient of their own width and a copy, the best so far; kept ones a
-    float32 value and two moments. Of activations, the inputs and outputs of all linear layers are
-    counted or, with gradient checkpointing, those of one block.
-
-    Args:
-        module: The pruned and the dense model.
-        tokens: The number of tokens of a batch.
-    """
-    model = module.model
-    tables = {id(p) for table in module.embeddings() for p in table.parameters()}
-    trained = [p for p in model.parameters() if module.train_embeddings or id(p) not in tables]
-    removed = sum(int((layer.view == 0).sum()) for layer in pruned_layers(model))
-    kept = sum(parameter.numel() for parameter in trained) - removed
-    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    features = sum(sum(layer.weight.shape) for layer in linear if id(layer.weight) not in tables)
-    if module.gradient_checkpointing:
-        features //= max(1, len(find_blocks(model)))
-    activations = tokens * features * model.dtype.itemsize
-    return 2 * sum(parameter.nbytes for parameter in trained) + 12 * kept + activations
-
-
 def distil(
     module: Distillation,
     data: DistillationText,
@@ -161,7 +135,7 @@ def distil(
     last = unfinished / "checkpoint" / "last.ckpt"
     unfinished.mkdir(parents=True, exist_ok=True)
     data.keep = unfinished / "windows.safetensors"
-    best = KeepBest()
+    best = KeepBest(file=unfinished / "best")
     keep = [KeepSparsity()] if pruned_layers(module.model) else []  # a narrower model has no zeros
     trainer = Trainer(
         max_epochs=1,

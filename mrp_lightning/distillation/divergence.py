@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from mrp_lightning.errors import TargetError
 
 _LOGITS = 2**23
-"""Logits of a chunk: 32 MiB in float32, of which a loss and its gradient hold about ten copies."""
+"""Logits of a chunk."""
+LOGITS_MEMORY = 10 * 4 * _LOGITS
+"""Bytes of a chunk: its loss and the gradient hold about ten float32 tensors."""
 _PROBE_TOKENS = 8
 
 

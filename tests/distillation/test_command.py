@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
-from mrp_lightning.commands.distillation import needed_memory
 from mrp_lightning.commands.main import main
+from mrp_lightning.distillation.memory import needed_memory
 from mrp_lightning.distillation.module import Distillation
 
 SMALL = ["--tokens=640", "--sequence-length=32", "--batch-size=4", "--accelerator=cpu"]
@@ -110,16 +110,39 @@ def test_its_text_is_by_default_the_pruning_s(run, tmp_path, monkeypatch, capsys
 
 
 def test_the_memory_that_is_said_is_what_training_holds(run):
-    """Gradients, kept values, their moments, and a copy of the best weights, all in float32."""
+    """Gradients, kept values and their moments, and what the nodes of autograd's graph save."""
     module = Distillation(run, CausalLM(str(run)), dtype="float32")
     trained = [
         p for n, p in module.model.named_parameters() if "embed" not in n and "head" not in n
     ]
     kept = sum(int((p != 0).sum()) for p in trained)
-    held = 2 * 4 * sum(p.numel() for p in trained) + 3 * 4 * kept
-    assert needed_memory(module, 0) == held
-    features = sum(sum(p.shape) for n, p in module.model.named_parameters() if "proj" in n)
-    assert needed_memory(module, 10) - held == 10 * 4 * features
+    weights, logits = 4 * sum(p.numel() for p in trained), 10 * 4 * 2**23
+    assert needed_memory(module, 0) == 12 * kept + max(4 * kept, weights) + logits
+    activations = (needed_memory(module, 10**6) - 16 * kept - logits) / 10**6
+    assert activations == pytest.approx(saved_bytes(module.model, 16) / 16, rel=0.01)
+    module.gradient_checkpointing = True
+    fewer = (needed_memory(module, 10**6) - 16 * kept - logits) / 10**6
+    assert fewer < 0.6 * activations
+    assert not any(p.requires_grad for p in module.teacher.model.parameters())
+
+
+def saved_bytes(model, tokens):
+    """The bytes that the graph of a forward pass holds, found by a walk over its nodes."""
+    weights = {p.data_ptr() for p in model.parameters()}
+    hidden = model.model(torch.arange(tokens)[None], use_cache=False).last_hidden_state
+    seen, todo = set(), [hidden.grad_fn]
+    storages = {hidden.data_ptr(): hidden.nbytes}  # which the loss saves
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            value = getattr(node, name) if name.startswith("_saved_") else None
+            if isinstance(value, torch.Tensor) and value.data_ptr() not in weights:
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        todo += [node for node, _ in node.next_functions]
+    return sum(storages.values())
 
 
 def refusal(args, capsys):

@@ -151,11 +151,13 @@ def test_the_teacher_writes_and_a_tenth_is_held_out(pair, tmp_path):
     assert tuple(one["held-out/own"][0].tolist()) not in trained
 
 
-def test_no_result_is_worse_than_its_start(pair, windows):
+@pytest.mark.parametrize("in_file", [False, True])
+def test_no_result_is_worse_than_its_start(in_file, pair, windows, tmp_path):
     student, dense = pair
     module = Distillation(student, dense, learning_rate=1.0, warmup_steps=0)  # far too much
     start = {name: p.clone() for name, p in module.model.named_parameters()}
-    best = KeepBest()
+    module.model.model.norm.to(torch.bfloat16)  # two widths
+    best = KeepBest(file=tmp_path / "best" if in_file else None)
     trainer = Trainer(
         max_steps=2, callbacks=[KeepSparsity(), best], num_sanity_val_steps=-1, **QUIET
     )
@@ -163,6 +165,12 @@ def test_no_result_is_worse_than_its_start(pair, windows):
     assert best.best_step == 0
     assert best.best == best.figures_at_start["val_kl"]
     assert all(torch.equal(p, start[name]) for name, p in module.model.named_parameters())
+    other = KeepBest(file=tmp_path / "other" if in_file else None)
+    other.load_state_dict(best.state_dict())
+    weights = other.state_dict()["weights"]
+    assert all(
+        torch.equal(weight, start[name.removeprefix("model.")]) for name, weight in weights.items()
+    )
 
 
 def test_it_is_saved_as_a_pruned_model(windows, tmp_path):
