@@ -15,8 +15,8 @@ _TOKENS = 16
 def needed_memory(module: Distillation, tokens: int) -> int:
     """Return about how many bytes a training step needs, beside both models.
 
-    Each kept weight has a float32 value and two moments, and the largest of two moments of a step
-    counts: the end of the forward pass, with all activations and the last step's float32 gradients
+    Each kept weight has a float32 value and two moments, each weight of a pruned layer a place in
+    a mask, and the larger of two moments of a step counts: the end of the forward pass, with all activations and the last step's float32 gradients
     of what is kept, or the end of the backward pass, with the gradients of all trained weights.
     Activations are what autograd saves for a few tokens, in proportion: attention must not save
     its matrix of weights (`sdpa` does not). With gradient checkpointing they are those of one
@@ -29,10 +29,13 @@ def needed_memory(module: Distillation, tokens: int) -> int:
     model = module.model
     tables = {id(p) for table in module.embeddings() for p in table.parameters()}
     trained = [p for p in model.parameters() if module.train_embeddings or id(p) not in tables]
-    removed = sum(int((layer.view == 0).sum()) for layer in pruned_layers(model))
+    pruned = pruned_layers(model)
+    removed = sum(int((layer.view == 0).sum()) for layer in pruned)
+    masks = sum(layer.view.numel() for layer in pruned)  # bool
     kept = sum(parameter.numel() for parameter in trained) - removed
     forward = 4 * kept + tokens * _activations(module)
-    return 12 * kept + max(forward, sum(p.nbytes for p in trained)) + LOGITS_MEMORY
+    backward = sum(parameter.nbytes for parameter in trained)
+    return 12 * kept + masks + max(forward, backward) + LOGITS_MEMORY
 
 
 def _activations(module: Distillation) -> int:
