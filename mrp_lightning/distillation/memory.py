@@ -15,12 +15,12 @@ _TOKENS = 16
 def needed_memory(module: Distillation, tokens: int) -> int:
     """Return about how many bytes a training step needs, beside both models.
 
-    Each kept weight has a float32 value and two moments, each weight of a pruned layer a place in
-    a mask, and the larger of two moments of a step counts: the end of the forward pass, with all activations and the last step's float32 gradients
-    of what is kept, or the end of the backward pass, with the gradients of all trained weights.
-    Activations are what autograd saves for a few tokens, in proportion: attention must not save
-    its matrix of weights (`sdpa` does not). With gradient checkpointing they are those of one
-    block, and the inputs of all.
+    Each kept weight has a float32 value and two moments, and each weight of a pruned layer a place
+    in a mask. Of two points of a step the larger counts: the end of the forward pass, with all
+    activations and the last step's float32 gradients of what is kept, or the end of the backward
+    pass, with the gradients of all trained weights. Activations are what autograd saves for a few
+    tokens, in proportion: attention must not save its matrix of weights (`sdpa` does not). With
+    gradient checkpointing they are those of one block, and the inputs of all.
 
     Args:
         module: The pruned and the dense model.
