@@ -23,7 +23,7 @@ from mrp_lightning.calibration.walks import (
 from mrp_lightning.errors import TargetError
 from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.targets.blocks import Block, named_modules
+from mrp_lightning.targets.blocks import Block
 
 DIRECTIONS = 32
 """The number of directions onto which rows are projected.
@@ -138,7 +138,6 @@ def choose_walk(
     *,
     store: torch.device | None = None,
     processes: Processes = ALONE,
-    model: nn.Module | None = None,
 ) -> Walk:
     """Return `Inject` if it reproduces the model's forward on a batch of each kind, else `Rerun`.
 
@@ -154,7 +153,6 @@ def choose_walk(
         blocks: The blocks, in any order.
         store: The device that stores hidden states; `None` leaves them where they are computed.
         processes: All processes; they test their own batches, and choose the same walk.
-        model: The module that holds the blocks, to find other ones that an error can name.
 
     Raises:
         TargetError: A forward calls a block more than once, or no block; the first batches of two
@@ -163,7 +161,7 @@ def choose_walk(
     """
     whole_trace, problem = Trace(), None
     if batches:
-        whole_trace, problem = _tried(forward, batches, blocks, store, model)
+        whole_trace, problem = _tried(forward, batches, blocks, store)
     gathered = processes.all((whole_trace.order, problem) if batches else None)
     orders = [order for order, _ in filter(None, gathered)]
     if any(order != orders[0] for order in orders):
@@ -193,11 +191,10 @@ def _tried(
     batches: Sequence[Any],
     blocks: Sequence[Block],
     store: torch.device | None,
-    model: nn.Module | None,
 ) -> tuple[Trace, str | None]:
     """Return the trace of the first batch, and the fault of `Inject` on some batch, if any."""
     first_batch, *other_batches = one_of_each_kind(batches)
-    whole_trace = _traced(forward, first_batch, blocks, model)
+    whole_trace = _traced(forward, first_batch, blocks)
     problem = whole_trace.error or _self_test(
         forward, first_batch, blocks, whole_trace, whole_trace.containers, store
     )
@@ -212,27 +209,17 @@ def _tried(
     return whole_trace, problem
 
 
-def _traced(
-    forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block], model: nn.Module | None
-) -> Trace:
+def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
     """Return the trace of a batch; raise a TargetError if a block is called twice, or none is."""
     whole_trace = trace(forward, batch, blocks)
     repeated = [k for k, n in sorted(whole_trace.calls.items()) if n > 1]
     if repeated:
         listed = ", ".join(f"{blocks[k].name} ({whole_trace.calls[k]} times)" for k in repeated)
-        around = _around(forward, batch, [blocks[k].module for k in repeated], model)
-        others = {block.chain: None for k, block in enumerate(blocks) if k not in repeated}
-        step = (
-            "Nothing can be named in `blocks` in their place, since each module around them is "
-            "called as often, or by more than hidden states: let `predict_step` run the model once."
-        )
-        if around:
-            named = ", ".join([*around, *(name for name in others if name not in around)])
-            step = f"Name what one forward calls once and holds them: `blocks: [{named}]`."
         raise TargetError(
             f"Blocks that one forward calls more than once: {listed}. Their weights are shared "
             "between depths (or `predict_step` runs the model several times), so there is no "
-            f"block-by-block order. {step}"
+            "block-by-block order. Name in `blocks` a module around them that one forward calls "
+            "once, on hidden states."
         )
     if not whole_trace.order:
         raise TargetError(
@@ -240,48 +227,6 @@ def _traced(
             "Let it run the model, or name the blocks that it runs in `blocks`."
         )
     return whole_trace
-
-
-def _around(
-    forward: Callable[[Any], Any],
-    batch: Any,
-    repeated: Sequence[nn.Module],
-    model: nn.Module | None,
-) -> list[str]:
-    """Return the innermost modules that one forward calls once and that hold all `repeated` ones.
-
-    Such a module can be a block: its layers sum up the Hessians of all their calls. It must be
-    called with a hidden state, which a whole model, called with token ids, is not. The names are
-    those in `model`; there are none if some repeated module is in no such module.
-    """
-    holders = {
-        name: module
-        for name, module in (() if model is None else named_modules(model))
-        if name and any(part in set(module.modules()) - {module} for part in repeated)
-    }
-    calls = Counter[str]()
-
-    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            calls[name] += 1 if hidden_input(args, kwargs).is_floating_point() else 2
-        except TypeError:
-            calls[name] += 2
-
-    with ExitStack() as stack:
-        for name, module in holders.items():
-            hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-            stack.enter_context(hook)
-        forward(batch)
-    # A parent comes before its children, so the last holder of a module is the innermost.
-    innermost = {
-        part: name
-        for name, module in holders.items()
-        if calls[name] == 1
-        for part in module.modules()
-    }
-    if not innermost.keys() >= set(repeated):
-        return []
-    return list(dict.fromkeys(innermost[part] for part in repeated))
 
 
 def in_order(

@@ -15,7 +15,6 @@ from torch import Tensor
 from mrp_ground.arguments import checked
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.loop.distributed import end_with_launcher
 from mrp_lightning.loop.pruned_module import PrunedModule
 from mrp_lightning.loop.pruning_run import Output, Run
 from mrp_lightning.pruning.settings import Settings
@@ -91,7 +90,6 @@ class PruningCallback(Callback):
         self.report: PruningReport | None = None
         self._run: Run | None = None
         self._pruned: PrunedModule | None = None
-        end_with_launcher()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before `predict` reads the data, that the model can be pruned and saved.

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -141,54 +140,6 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-_LAUNCHER = "MRP_LIGHTNING_LAUNCHER"
-"""The environment variable with the id of the process that started this one as one of a group."""
-
-
-def end_with_launcher() -> None:
-    """End this process if the process that started it ends before their group has formed.
-
-    A thread watches, and ends this process with the exit status `FAILED`. Lightning's `ddp` starts
-    the other processes of a machine from the first one. If that process is killed, the others would
-    wait half an hour for it to open the group. `fail_together` takes over once the group exists.
-    """
-    launcher = os.environ.get(_LAUNCHER)
-    if os.environ.get("LOCAL_RANK", "0") == "0" or launcher is None:
-        os.environ[_LAUNCHER] = str(os.getpid())  # the processes that Lightning starts inherit it
-    elif launcher != str(os.getpid()) and not has_group():
-        watch = threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True)
-        watch.start()
-
-
-def _watch_launcher(launcher: int) -> None:
-    """End this process if its launcher ends before the group exists."""
-    # A launcher is not always the parent, since a shell or script may be in between. If it is, a
-    # later process with its id is no danger: `getppid` changes when the parent ends.
-    is_parent = os.getppid() == launcher
-    while not has_group():
-        # A launcher that was killed before the first line is no parent, and does not exist.
-        has_ended = os.getppid() != launcher if is_parent else not _exists(launcher)
-        if has_ended:
-            log.error(
-                "This process ends: the one that started it has ended. Run all of them again."
-            )
-            os._exit(FAILED)
-        time.sleep(_SECONDS)
-
-
-def _exists(process: int) -> bool:
-    """Return whether a process runs; a zombie does not, where there is a `/proc` to show it."""
-    with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 @contextmanager

@@ -319,9 +319,6 @@ def _reads_text_alone(model: PreTrainedModel) -> bool:
     return is_decoder and text_config(model.config) is model.config
 
 
-_DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
-
-
 class ModuleRunner(ExactValues):
     """Calls a plain module with each batch.
 
@@ -343,26 +340,7 @@ class ModuleRunner(ExactValues):
             self.tokenizer = find_tokenizer(source) if source else None
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return the output of the module for one batch.
-
-        Raises:
-            DataError: The model has a decoder behind an encoder, and the batch no input for it.
-        """
-        try:
-            return self._output(batch)
-        except ValueError as error:
-            # Other errors of the model pass unchanged: only a decoder without inputs has this
-            # remedy, and a batch with decoder inputs failed for another reason.
-            config = getattr(self.model, "config", None)
-            inputs = batch.keys() if isinstance(batch, Mapping) else set()
-            if not getattr(config, "is_encoder_decoder", False) or _DECODER_INPUTS & inputs:
-                raise
-            raise DataError(
-                f"A {type(self.model).__name__} has a decoder behind its encoder: a batch must be "
-                f"a mapping with `input_ids` and one of {', '.join(sorted(_DECODER_INPUTS))}."
-            ) from error
-
-    def _output(self, batch: Any) -> Any:
+        """Return the output of the module for one batch."""
         if isinstance(batch, Tensor):
             return self.model(batch, **self._options)
         if isinstance(batch, list | tuple):

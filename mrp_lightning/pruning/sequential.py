@@ -177,7 +177,6 @@ class _Steps:
             job.plan.blocks,
             store=CPU if job.settings.offload else None,
             processes=job.processes,
-            model=job.model,
         )
         job.listener.started(walk.name)
         # Checked before the survey, which takes long.

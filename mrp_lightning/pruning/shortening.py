@@ -158,7 +158,6 @@ def _walk(job: Job, padding: Padding) -> Inject:
         job.plan.blocks,
         store=CPU if job.settings.offload else None,
         processes=job.processes,
-        model=job.model,
     )
     if not isinstance(walk, Inject):
         raise TargetError(

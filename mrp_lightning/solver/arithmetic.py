@@ -21,12 +21,6 @@ _Setting = tuple[str, str]
 """A backend and operation, whose float32 precision is none (inherited), ieee, tf32 or bf16."""
 
 _MATMULS: tuple[_Setting, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
-_PARENTS: dict[_Setting, _Setting] = {
-    ("cuda", "matmul"): ("cuda", "all"),
-    ("mkldnn", "matmul"): ("mkldnn", "all"),
-    ("cuda", "all"): ("generic", "all"),
-    ("mkldnn", "all"): ("generic", "all"),
-}
 
 
 @contextmanager
@@ -35,15 +29,14 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
     `torch.set_float32_matmul_precision("high")`, which Lightning recommends for training, rounds
     the factors to 10 bits and less. A Hessian with a condition number of 1e4 does not survive that.
-    Afterwards all settings are restored; settings that were inherited are inherited again.
+    Afterwards the precisions are as before; as after torch's own contexts, those that were changed
+    meanwhile do not follow later changes of the precision of all backends.
     """
-    # A setting that is already full stays untouched: once set, it no longer follows its parent.
-    narrowed = [
-        setting for setting in _MATMULS if float32_precision(setting) not in ("none", "ieee")
-    ]
-    previous = {setting: _own(setting) for setting in narrowed}
+    # A setting that is already full stays untouched, and so goes on inheriting.
+    previous = {setting: float32_precision(setting) for setting in _MATMULS}
+    previous = {key: value for key, value in previous.items() if value not in ("none", "ieee")}
     try:
-        for setting in narrowed:
+        for setting in previous:
             set_float32_precision(setting, "ieee")
         with torch.autocast(device.type, enabled=False):
             yield
@@ -90,32 +83,12 @@ def bfloat16_factors() -> Iterator[None]:
     processors with bfloat16 units take a third of the time.
     """
     setting = ("mkldnn", "matmul")
-    previous = _own(setting)
+    previous = float32_precision(setting)
     try:
         set_float32_precision(setting, "bf16")
         yield
     finally:
         set_float32_precision(setting, previous)
-
-
-def _own(setting: _Setting) -> str:
-    """Return the value of a setting itself, "none" if it inherits.
-
-    PyTorch only returns the effective value, so the parent is changed temporarily, to see whether
-    the setting follows.
-    """
-    in_force = float32_precision(setting)
-    if setting not in _PARENTS:
-        return in_force
-    parent = _PARENTS[setting]
-    previous, other = _own(parent), "tf32" if in_force == "ieee" else "ieee"
-    # `other` differs from the value in force: a setting that then shows it can only inherit it.
-    # The parent is put back to its own value too, so that it goes on inheriting if it did.
-    set_float32_precision(parent, other)
-    try:
-        return "none" if float32_precision(setting) == other else in_force
-    finally:
-        set_float32_precision(parent, previous)
 
 
 log = logging.getLogger(__name__)

@@ -247,8 +247,8 @@ def test_a_block_that_is_called_twice_is_named():
     model.blocks.append(shared)
     batches = [{"input_ids": torch.randint(0, 64, (2, 5))}]
     blocks = [Block(f"blocks.{k}", model.blocks[k], "blocks") for k in (0, 1)]
-    with pytest.raises(TargetError, match=r"blocks\.1 \(2 times\).*Nothing can be named"):
-        choose_walk(runner(model), batches, blocks, model=model)
+    with pytest.raises(TargetError, match=r"blocks\.1 \(2 times\).*Name in `blocks`"):
+        choose_walk(runner(model), batches, blocks)
 
 
 class Headed(Stack):

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -121,41 +120,6 @@ def test_two_nodes_go_on_where_a_process_died(killed, given):
     assert grids[0].keys() == grids[1].keys()
     assert all(torch.equal(tensor, grids[1][name]) for name, tensor in grids[0].items())
     assert not (out / ".second.partial").exists()
-
-
-WAITS_FOR_ITS_GROUP = """
-import os, sys, subprocess, time
-from callbacks import MRPCallback
-MRPCallback(pattern="2:4")
-if os.environ.get("LOCAL_RANK") is None:  # as Lightning starts the others of a machine
-    other = subprocess.Popen([sys.executable, __file__], env={**os.environ, "LOCAL_RANK": "1"})
-    print(other.pid, flush=True)
-    other.wait()
-print("waits", flush=True)
-import torch.distributed
-torch.distributed.init_process_group(
-    "gloo", init_method="tcp://127.0.0.1:1", rank=1, world_size=2
-)
-"""
-
-
-@pytest.mark.parametrize("is_waiting", [True, False])
-def test_a_process_whose_launcher_is_killed_before_the_group_is_there_ends(tmp_path, is_waiting):
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS_FOR_ITS_GROUP)
-    launcher = start(script)
-    lines = iter(launcher.stdout)  # torch and torchao write further ones where they are loaded
-    other = Path("/proc", next(line.strip() for line in lines if line.strip().isdigit()))
-    if is_waiting:
-        assert "waits\n" in lines
-    launcher.kill()
-    output = "".join(lines)  # to whose end the other holds the pipe
-    assert "the one that started it has ended" in output
-    for _ in range(300):  # it has closed its end of the pipe, and is about to be gone
-        if not other.exists() or "State:\tZ" in (other / "status").read_text():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{other} lives on")
 
 
 @pytest.mark.gpu

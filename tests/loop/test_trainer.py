@@ -164,14 +164,6 @@ def test_a_lack_of_memory_is_one_to_prune_only_while_something_is_pruned(trainer
         trainer.predict(model, batches, callbacks=[prune])
 
 
-def test_an_encoder_decoder_without_anything_to_decode_is_explained(trainer):
-    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}
-    config = AutoConfig.for_model("t5", vocab_size=64, **sizes)
-    model = AutoModelForSeq2SeqLM.from_config(config)
-    with pytest.raises(DataError, match="has a decoder .* one of decoder_input_ids"):
-        trainer.predict(model, DataLoader(torch.randint(64, (2, 8)), batch_size=2))
-
-
 def test_a_path_is_loaded(trainer, tiny_llama):
     ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
     by_path, by_model = (
