@@ -2,20 +2,15 @@
 
 import logging
 import os
-from collections.abc import Callable
 from os import PathLike
-from os.path import commonprefix
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
 from mrp_ground.arguments import checked
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.pruned_module import check_save_dir, save_trained
-from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.storage.files import output_path
@@ -93,16 +88,11 @@ class SaveModel(Callback):
         return as_dtype(self.dtype) or pl_module.model.dtype
 
 
-_PROMPT_TOKENS = 32
-_NEW_TOKENS = 48
-
-
 class SaveEvaluation(Callback):
     """Record the results of `test` of a `CausalLM` in `evaluation.json`.
 
-    The file gets the perplexity of each text and, if the model has a tokenizer and there is one
-    process, the model's continuation of the first tokens of the text. Recorded results of other
-    texts and of zero-shot tasks stay. With `fast_dev_run`, nothing is written.
+    The file gets the perplexity of each text. Recorded results of other texts, and of zero-shot
+    tasks, stay. With `fast_dev_run`, nothing is written.
 
     Args:
         save_dir: The directory of the file, usually that of the pruned model; it is created if need
@@ -118,7 +108,6 @@ class SaveEvaluation(Callback):
     @checked
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         self.save_dir = output_path(save_dir)
-        self._windows: list[Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before `test`, the module, the directory and an existing file in it."""
@@ -131,86 +120,15 @@ class SaveEvaluation(Callback):
         # when a damaged file would cost all of them.
         if (self.save_dir / records.NAME).exists():
             records.read(self.save_dir)
-        self._windows = []
-
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Store the first window of each text."""
-        if batch_idx == 0:
-            ids, mask = split_batch(batch)
-            self._windows.append(ids[0] if mask is None else ids[0][mask[0] != 0])
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the results to the file, in process 0."""
         assert isinstance(pl_module, CausalLM)
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        written = {}
-        # A continuation needs a forward on each process if the model is sharded, and only the first
-        # process gets here.
-        if pl_module.tokenizer is not None and trainer.world_size == 1:
-            with trainer.precision_plugin.forward_context(), torch.no_grad():
-                for text, window in zip(pl_module.evaluation, self._windows, strict=True):
-                    written[text] = continuation(pl_module, pl_module.tokenizer, window)
         path = records.record(
             self.save_dir,
             perplexity=pl_module.evaluation,
-            continuations=written,
             model=pl_module.model.name_or_path or None,
         )
         rank_zero_info(f"Recorded in {path}.")
-
-
-def continuation(
-    logits: Callable[[Tensor], Tensor], tokenizer: Any, window: Tensor
-) -> dict[str, str]:
-    """Continue the beginning of a window by the model's most likely tokens.
-
-    The prompt has at most 32 tokens and half of the window (but at least one token), the
-    continuation at most 48 tokens. Together they are no longer than the window, so that the model
-    can read them. Both end with a whole word, if the text has words, since half a word would
-    dominate the continuation.
-
-    Args:
-        logits: Returns the logits (1, length, vocabulary) of token ids (1, length).
-        tokenizer: The model's tokenizer.
-        window: Token ids (length,) without padding.
-
-    Returns:
-        The `prompt` and the `continuation`, as text.
-    """
-
-    def decoded(ids: Tensor) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    start = _end_of_word(window, min(_PROMPT_TOKENS, max(1, len(window) // 2)), decoded)
-    ids = window[:start]
-    for _ in range(min(_NEW_TOKENS, len(window) - start)):
-        token = logits(ids[None])[0, -1].argmax()
-        # Ended by the model itself, the text is whole; `else` trims it only if the number of tokens
-        # ended it.
-        if token.item() == tokenizer.eos_token_id:
-            break
-        ids = torch.cat([ids, token[None]])
-    else:
-        end = _end_of_word(ids, len(ids) - 1, decoded)
-        ids = ids[:end] if end > start else ids  # no word ends in the continuation
-    # Decoded together, since a prompt may end within a character.
-    prompt = commonprefix([decoded(ids[:start]), decoded(ids)])  # noqa: RUF071
-    return {"prompt": prompt, "continuation": decoded(ids).removeprefix(prompt)}
-
-
-def _end_of_word(ids: Tensor, most: int, decoded: Callable[[Tensor], str]) -> int:
-    """Return the number of leading tokens up to the last end of a word, else `most`, its limit."""
-    for end in range(most, 0, -1):
-        text, longer = decoded(ids[:end]), decoded(ids[: end + 1])
-        joined = text[-1:], longer[len(text) : len(text) + 1]
-        if longer.startswith(text) and not all(letter.isalnum() for letter in joined):
-            return end
-    return most

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,8 @@ from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
 from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.solver.hessian import InputHessian
-from mrp_lightning.solver.problem import Quality, dense_target, output_energy
-from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
-from mrp_lightning.solver.quantisation import put_on_grid
+from mrp_lightning.solver.problem import dense_target, output_energy
+from mrp_lightning.solver.pruning import LayerTask, Solution, prune, prune_together
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 
@@ -175,14 +174,15 @@ def put_layers_on_grid(
     assert recipe.grid is not None
     weights = [layer.weight.contiguous() for layer in layers]
     with measured(weights[0].device) as used:
-        quantised = put_on_grid(weights, inputs, recipe, progress, processes=processes)
+        tasks = [LayerTask(each, recipe, progress=progress, is_pruned=True) for each in weights]
+        solutions = prune_together(tasks, inputs, processes=processes)
     results = []
-    for layer, earlier, (weight, parameters, lost), part in zip(
-        layers, pruned, quantised, _parts(used, weights), strict=True
+    for layer, earlier, solution, part in zip(
+        layers, pruned, solutions, _parts(used, weights), strict=True
     ):
-        layer.write_(weight)
-        row = earlier.row.on_grid(lost, recipe.grid.bits, part["seconds"])
-        results.append(_result(row, recipe, parameters))
+        layer.write_(solution.weight)
+        row = earlier.row.on_grid(solution.loss, recipe.grid.bits, part["seconds"])
+        results.append(_result(row, recipe, solution.grid_parameters))
     return results
 
 
@@ -199,31 +199,23 @@ def quantise_head(
     layer of a block. Rows of a quantisation are independent, so some are solved at a time; the
     weight is written in one copy at the end.
     """
-    assert recipe.grid is not None
     weight, inputs = layer.weight, calibrated.inputs
     quantised, columns = torch.empty_like(weight), weight.shape[1]
-    losses, energies, parts = [], [], []
+    losses, energies, parts = list[float](), list[float](), list[GridParameters]()
     with measured(weight.device) as used:
         # All parts use one Hessian, which is factorised once and stays in `inputs`. Losses and
         # energies are sums over rows, and so add up over the parts.
         for first, end in split_range(0, len(weight), max(1, ELEMENTS // columns)):
             rows = weight[first:end]
-            solutions = put_on_grid([rows], inputs, recipe, progress, processes=processes)
-            ((quantised[first:end], of_rows, loss),) = solutions
-            parts.append(of_rows)
-            losses.append(loss)
+            solution = prune(rows, inputs, recipe, progress, processes=processes)
+            assert solution.grid_parameters is not None
+            quantised[first:end] = solution.weight
+            parts.append(solution.grid_parameters)
+            losses.append(solution.loss)
             energies.append(output_energy(rows, inputs.hessian))
-        damped = inputs.damped(recipe.damping)
     layer.write_(quantised)
-    quality = Quality(
-        loss=math.fsum(losses),
-        damping_used=damped.ratio * inputs.mean_diagonal,
-        damping_ratio=damped.ratio,
-        dead_inputs=inputs.dead_inputs,
-        zeros_loss=0.0,  # nothing is removed
-    )
     row = LayerReport.of(
-        quality,
+        replace(solution, loss=math.fsum(losses)),
         recipe,
         name=layer.name,
         shape=weight.shape,

@@ -41,8 +41,6 @@ class Evaluation:
             `<metric>_stderr`, then `samples`, `num_fewshot` and `checksum` (the CRC-32 of all
             prompts and answers), and of a member of a group that has scores itself `depth`, the
             number of such groups around it.
-        continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
-            writes, always with the most likely token.
         similarity: By text, of an encoder or classifier: the mean `cosine` of its outputs before
             and after the pruning, with the `context` and the number of `windows`.
         dense: By text: the entries of `perplexity` for the model before it was pruned, on the same
@@ -54,7 +52,6 @@ class Evaluation:
 
     perplexity: dict[str, Scores] = field(default_factory=dict)
     zeroshot: dict[str, Scores] = field(default_factory=dict)
-    continuations: dict[str, Mapping[str, str]] = field(default_factory=dict)
     similarity: dict[str, Scores] = field(default_factory=dict)
     dense: dict[str, Scores] = field(default_factory=dict)
     model: str | None = None
@@ -72,8 +69,8 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
 
     Args:
         directory: The directory of the file; made if it does not exist.
-        **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `continuations`,
-            `similarity`, `dense` and `model`. `None` adds nothing.
+        **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `similarity`,
+            `dense` and `model`. `None` adds nothing.
 
     Returns:
         The path of the file.

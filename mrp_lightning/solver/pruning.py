@@ -141,12 +141,15 @@ class LayerTask:
         target: The weight that mask and compensation work on in place of the dense one, the rows of
             this process alone; see `dense_target`. None for the dense weight itself.
         progress: Called with the state of a long solution, in words.
+        is_pruned: Whether the zeros of the weight are its removed weights, so that it is put on
+            its grid alone.
     """
 
     weight: Tensor
     recipe: Recipe
     target: Tensor | None = None
     progress: Callable[[str], None] = lambda _: None
+    is_pruned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,14 +227,16 @@ def _remove(inputs: InputHessian, processes: Processes, task: LayerTask) -> _Sol
     dense = problem.weight
     if task.target is not None:
         problem = replace(problem, weight=task.target.to(dense.dtype))
-    if isinstance(recipe.pattern, Dense):
-        result = Compensated(problem.weight, torch.zeros_like(dense, dtype=torch.bool))
-    else:
+    removes = not task.is_pruned and not isinstance(recipe.pattern, Dense)
+    if removes:
         result = method.compensation.apply(problem, method.mask)
+    else:  # without a pattern, zeros move as all other weights
+        zeros = dense == 0 if task.is_pruned else torch.zeros_like(dense, dtype=torch.bool)
+        result = Compensated(problem.weight, zeros)
     # Against the target, which is the dense weight itself if there is none.
     # After the cast, since its rounding is a part of the loss of the layer.
     target_loss = problem.loss(result.cast(dtype), problem.weight)
-    smallest = _by_smallest(problem, method, target_loss, dtype)
+    smallest = _by_smallest(problem, method, target_loss, dtype) if removes else None
     result, target_loss = smallest or (result, target_loss)
     fallback = None if smallest is None else Magnitude.name
     return _Solved(task, problem, dense, result, target_loss, fallback)

@@ -10,19 +10,17 @@ reaches their columns and feeds the errors forward. Then coordinate descent sets
 optimum for its codes, and each code to its optimum for all others: no step increases the loss.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.solver.arithmetic import by_rows, full_float32, split_range
+from mrp_lightning.processes import Processes
+from mrp_lightning.solver.arithmetic import by_rows, split_range
 from mrp_lightning.solver.grid import Grid, GridParameters
-from mrp_lightning.solver.hessian import DampedHessian, InputHessian
-from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.problem import Problem, check_weight
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.hessian import DampedHessian
+from mrp_lightning.solver.problem import Problem
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """The scales in the search, relative to the one that maps the largest weight to the largest
@@ -81,47 +79,6 @@ def on_grid(
 
     by_rows(quantise, *weight.shape)
     return quantised, chosen
-
-
-def put_on_grid(
-    weights: Sequence[Tensor],
-    inputs: InputHessian,
-    recipe: Recipe,
-    progress: Callable[[str], None] = lambda _: None,
-    *,
-    processes: Processes = ALONE,
-) -> list[tuple[Tensor, GridParameters, float]]:
-    """Quantise pruned weights that share an input to the recipe's grid.
-
-    Zeros stay zero, unless the recipe's pattern is `Dense`. The processes share the rows as in
-    `prune_together`, and `check_weight` documents the errors.
-
-    Returns:
-        The weights on the grid, each with its parameters and with its loss ½·tr(δ H δᵀ) relative to
-        the given weight.
-    """
-    for weight in weights:
-        check_weight(weight, inputs)
-    assert recipe.grid is not None
-    with torch.inference_mode(False), torch.no_grad(), full_float32(inputs.hessian.device):
-        problems = [recipe.problem(weight, inputs, progress, processes) for weight in weights]
-        stacked = torch.cat([problem.weight for problem in problems])
-        pruned = torch.zeros_like(stacked, dtype=torch.bool)
-        # The zeros of a pruned weight are its mask; a dense recipe lets zeros move as all others.
-        if not isinstance(recipe.pattern, Dense):
-            pruned = stacked == 0
-        # `on_grid` reads H + λI and the progress of a problem, which weights with one input share.
-        quantised, parameters = on_grid(problems[0], stacked, pruned, recipe.grid)
-        sizes = [len(problem.weight) for problem in problems]
-        shares = zip(quantised.split(sizes), parameters.split(sizes), strict=True)
-        return [
-            (
-                processes.gather_rows(share.to(weight.dtype).contiguous(), len(weight)),
-                gather_parameters(of_share, len(weight), processes),
-                problem.loss(share.to(weight.dtype), problem.weight),
-            )
-            for (share, of_share), weight, problem in zip(shares, weights, problems, strict=True)
-        ]
 
 
 def gather_parameters(share: GridParameters, rows: int, processes: Processes) -> GridParameters:

@@ -82,15 +82,6 @@ def test_a_file_of_one_section_is_read(tmp_path):
         read(tmp_path / "absent")
 
 
-def test_what_a_model_wrote_is_kept_by_text(tmp_path):
-    record(tmp_path, continuations={"c4": {"prompt": "a", "continuation": "b"}})
-    path = record(tmp_path, continuations={"ptb": {"prompt": "c", "continuation": "d"}})
-    assert read(tmp_path).continuations["c4"] == {"prompt": "a", "continuation": "b"}
-    path.write_text(path.read_text().replace('"d"', "3"))
-    with pytest.raises(FormatError, match="`continuations.ptb.continuation` is 3, expected"):
-        read(tmp_path)
-
-
 def test_a_pipe_in_its_place_is_refused(tmp_path):
     os.mkfifo(tmp_path / "evaluation.json")
     with pytest.raises(FormatError, match=r"evaluation\.json is no file\. Move it away"):

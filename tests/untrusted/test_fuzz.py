@@ -68,7 +68,6 @@ EVALUATION: dict[str, Any] = {
     "format_version": 1,
     "perplexity": {"c4": {"perplexity": 5.0, "context": 10, "windows": 3, "tokens": 30}},
     "zeroshot": {"piqa": {"acc": 0.5}},
-    "continuations": {"c4": {"prompt": "a", "continuation": "b"}},
     "model": "m",
     "versions": {},
 }

@@ -54,7 +54,7 @@ def test_a_page_runs_nothing(tmp_path):
     }
     evaluation = {
         **{"format_version": 1, "perplexity": {NAME: SCORES}, "zeroshot": {NAME: {NAME: 0.5}}},
-        **{"continuations": {NAME: {"prompt": NAME, "continuation": NAME}}, "model": NAME},
+        "model": NAME,
         "versions": {NAME: NAME},
     }
     (directory / "pruning_report.json").write_text(json.dumps(report))
