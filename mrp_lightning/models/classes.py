@@ -1,13 +1,29 @@
 """Distinguish causal language models, other models of text, and models of other inputs."""
 
 import inspect
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mrp_lightning.errors import TargetError
-from mrp_lightning.models.checkpoint import build_without_weights, model_class, text_config
+from mrp_lightning.environment import progress_log as log
+from mrp_lightning.errors import FormatError, TargetError
+from mrp_lightning.models.checkpoint import (
+    build_without_weights,
+    model_class,
+    names_in_model,
+    text_config,
+)
+from mrp_lightning.models.companions import MODULES
 
 _INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "decoder_input_ids")
 """The inputs of transformers' models, by which texts, images, sounds and second texts are read."""
@@ -24,6 +40,51 @@ def is_causal(config: PreTrainedConfig) -> bool:
 
 
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
+def name_class_of_files(config: PreTrainedConfig, directory: Path, names: Iterable[str]) -> None:
+    """Let a configuration name the base class if a checkpoint holds no weight of its class's head.
+
+    Embedding models are published so: the weights of a `BertModel`, and a config.json of the
+    `BertForMaskedLM` that was trained. A head that is tied to the embeddings is in no file; there
+    the base class counts if the directory is one of sentence-transformers. A head of which the
+    files hold some weights is one, and `misfits` refuses what lacks.
+
+    Args:
+        config: The configuration, whose `architectures` is changed; a log line says so.
+        directory: The directory of the checkpoint.
+        names: The names of the tensors in its files; none if they are not here.
+    """
+    base = MODEL_MAPPING.get(type(config), None)
+    is_plain = not hasattr(config, "auto_map") and not hasattr(config, "quantization_config")
+    if not is_plain or not inspect.isclass(base) or not (names := set(names)):
+        return
+    try:
+        model = build_without_weights(config)
+    except FormatError:  # who loads the model raises it again
+        return
+    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+    stored = {name_in_model(name)[0] for name in names}
+    inside = f"{model.base_model_prefix}."
+    # Tied parameters are listed once, by the name in the base model.
+    weights = {name for name, _ in model.named_parameters()}
+    head = {name for name in weights if not name.startswith(inside)}
+    outside = {name for name in model.state_dict() if not name.startswith(inside)}
+    if type(model) is base or outside & stored or not weights - head <= stored:
+        return
+    if head or (directory / MODULES).is_file():
+        _log_base_class(str(directory), type(model).__name__, base.__name__)
+        config.architectures = [base.__name__]
+
+
+@cache
+def _log_base_class(source: str, named: str, base: str) -> None:
+    """Log the class of a checkpoint once, however often its configuration is loaded."""
+    log.warning(
+        "`model`: config.json of %s names %s, and its files hold no weight of that head: it is "
+        "loaded, pruned and saved as a %s.",
+        *(source, named, base),
+    )
 
 
 def reads_text_alone(model: PreTrainedModel) -> bool:
@@ -51,8 +112,8 @@ def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: 
     name = type(model).__name__
     if reads_text_alone(model):
         raise TargetError(
-            f"`model`: by its config.json {source} is a {name}, which predicts no next token; as a "
-            "causal language model it would lose parts. `mrp-lightning prune` takes it as it is, "
+            f"`model`: {source} is a {name}, which predicts no next token; as a causal language "
+            "model it would lack parts or lose some. `mrp-lightning prune` takes it as it is, "
             "and so does `Trainer().predict(model, loader, callbacks=[MRPCallback(…)])` of "
             f"mrp_lightning, with `model = {kind.__name__}.from_pretrained({source!r})`."
         )

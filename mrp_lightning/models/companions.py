@@ -15,7 +15,7 @@ _WEIGHTS = {
     *(".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"),
     *(".ot", ".tflite", ".npz"),
 }
-_MODULES = "modules.json"
+MODULES = "modules.json"
 """The file in which sentence-transformers lists the modules that run one after another. Each has a
 directory, `path`; the transformer's is the checkpoint itself."""
 
@@ -75,7 +75,7 @@ def find_companions(directory: Path) -> Companions:
     (`checkpoint-500/`), and is left out as a whole, unless `modules.json` names it as a module that
     runs after the transformer. Hidden files are left out.
     """
-    modules = _directories_of_modules(directory)
+    modules = directories_of_modules(directory)
     files = [file.relative_to(directory) for file in sorted(visible_files(directory))]
     # One file of weights at any depth excludes its whole first directory: the tokenizer next to
     # these weights is that of the other model.
@@ -105,10 +105,10 @@ def _has_weights(file: PurePath) -> bool:
     return file.suffix in _WEIGHTS or file.name.endswith(".index.json")
 
 
-def _directories_of_modules(directory: Path) -> set[str]:
+def directories_of_modules(directory: Path) -> set[str]:
     """Return the first parts of the paths in `modules.json`; none if it is missing or damaged."""
     try:
-        modules = json.loads((directory / _MODULES).read_text(encoding="utf-8"))
+        modules = json.loads((directory / MODULES).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return set()
     listed = modules if isinstance(modules, list) else []

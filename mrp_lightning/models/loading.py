@@ -1,7 +1,7 @@
 """Load models, configurations and tokenizers from directories, the hub and GGUF files."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -10,6 +10,12 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import get_safetensors_metadata, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
@@ -22,9 +28,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import build_glob_alternation
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import (
+    cached_file,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+)
 
 from mrp_lightning.environment import progress_log as log
+from mrp_lightning.environment import why_no_hub
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError, counted
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -35,12 +46,13 @@ from mrp_lightning.models.checkpoint import (
     names_in_model,
     refuse_adapter,
     register_format,
+    stored_names,
     weight_files,
     why_not_found,
     why_not_readable,
 )
-from mrp_lightning.models.classes import require_causal, require_text
-from mrp_lightning.models.companions import VOCABULARIES
+from mrp_lightning.models.classes import name_class_of_files, require_causal, require_text
+from mrp_lightning.models.companions import MODULES, VOCABULARIES, directories_of_modules
 from mrp_lightning.models.damage import explained_damage, not_loaded, read_pickle
 from mrp_lightning.models.gguf import find_gguf, gguf_config, gguf_model, has_tokenizer, reading
 from mrp_lightning.models.integrity import check_files, check_values, left_out, misfits
@@ -70,6 +82,8 @@ def load_config(
     source: str, *, attn_implementation: str | None = None, **hub: Any
 ) -> PreTrainedConfig:
     """Load the configuration of a model; if it is quantized, register its format.
+
+    `architectures` is the class whose weights the files hold; see `name_class_of_files`.
 
     Args:
         source: Directory, hub id or GGUF file of the model.
@@ -117,6 +131,12 @@ def load_config(
         except Exception as error:  # of any type, from the model's own checks
             raise FormatError(not_loaded(source, error)) from error
     register_format(config)
+    revision = hub.get("revision")
+    if not path.exists():
+        _fetch_modules(source, revision)
+    if directory := directory_of(source, revision):
+        names = _stored_names(directory) or _names_on_hub(source, revision)
+        name_class_of_files(config, directory, names)
     return config
 
 
@@ -389,6 +409,43 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         elif is_zipfile(file):  # older pickles cannot be memory-mapped
             content = read_pickle(file)
             yield from ((name, x) for name, x in content.items() if isinstance(x, Tensor))
+
+
+def _fetch_modules(source: str, revision: str | None) -> None:
+    """Download the modules that sentence-transformers runs after a model of the hub, if it has any.
+
+    transformers downloads the model alone, and a copy of it would lack them.
+    """
+    with suppress(OSError):  # there is no such file, or no hub
+        options: Any = {"revision": revision, "local_files_only": why_no_hub() is not None}
+        modules = Path(str(cached_file(source, MODULES, **options)))
+        wanted = [f"{name}/*" for name in directories_of_modules(modules.parent)]
+        snapshot_download(source, allow_patterns=["*sentence*.json", *wanted], **options)
+
+
+def _names_on_hub(source: str, revision: str | None) -> Iterable[str]:
+    """Return the names of the tensors in a hub repository, from the headers of its safetensors.
+
+    They are none without a connection, and where the repository holds other files.
+    """
+    if Path(source).expanduser().exists() or why_no_hub():
+        return []
+    with suppress(HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
+        return get_safetensors_metadata(source, revision=revision).weight_map
+    return []
+
+
+def _stored_names(directory: Path) -> Iterable[str]:
+    """Return the names of the tensors in a directory, in a pickle that can be mapped, too.
+
+    They are none where a file is missing or damaged, which loading explains.
+    """
+    with suppress(Exception):  # of any type: the unpickler checks no file
+        match weight_files(directory):
+            case [file] if is_zipfile(file):
+                return [*read_pickle(file)]
+        return [*stored_names(directory)]
+    return []
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:

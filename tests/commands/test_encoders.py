@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoTokenizer,
     BertConfig,
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from export import load as load_packed
 from mrp_lightning import TextDataModule
 from mrp_lightning.commands.main import main
 from mrp_lightning.loop.text_model import TextModel, mean_cosine
@@ -103,6 +105,41 @@ def test_a_sentence_encoder_is_pruned_with_all_that_lies_beside_it(encoder, text
         assert Path("out", name).read_text() == (encoder / name).read_text()
     assert "perplexity" not in shown
     assert "zeroshot" not in shown
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [("mpnet", "MPNetForMaskedLM"), ("qwen3", "Qwen3ForCausalLM")],
+)
+def test_an_embedding_model_is_pruned_and_packed_as_the_base_model_that_its_files_hold(
+    base, named, encoder, text, capsys, caplog
+):
+    """As published: the config.json still names the class that was trained before."""
+    shutil.copytree(encoder, "dense")  # with its tokenizer and modules
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 24}
+    config = AutoConfig.for_model(base, **sizes, pad_token_id=1, num_key_value_heads=2, head_dim=8)
+    dense = AutoModel.from_config(config)
+    dense.save_pretrained("dense")
+    values = json.loads(Path("dense/config.json").read_text()) | {"architectures": [named]}
+    Path("dense/config.json").write_text(json.dumps(values))
+    main(["prune", "dense", "--sparsity=0.5", f"--text={text}", "--out=out", *SMALL])
+    assert f"names {named}, and its files hold no weight of that head" in caplog.text
+    kind = type(dense).__name__
+    assert json.loads(Path("out/config.json").read_text())["architectures"] == [kind]
+    main(["export", "out"])
+    pruned, packed = AutoModel.from_pretrained("out"), load_packed("out-bitmask")
+    assert type(packed) is type(pruned) is type(dense)
+    states = pruned.state_dict()
+    assert states.keys() == dense.state_dict().keys()
+    assert sum(int((x == 0).sum()) for x in states.values()) > 8000  # half of the blocks' weights
+    ids = torch.tensor([[2, 4, 5, 11, 3]])
+    with torch.no_grad():
+        expected = pruned(ids).last_hidden_state
+        assert torch.allclose(packed(ids).last_hidden_state, expected, atol=1e-5)
+    for result in ("out", "out-bitmask"):
+        for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
+            assert Path(result, name).read_text() == (encoder / name).read_text()
 
 
 def test_sentence_transformers_loads_the_result(encoder, text):

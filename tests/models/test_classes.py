@@ -1,20 +1,25 @@
 """The class that a config names is the one that is pruned; others are refused with the way on."""
 
+import json
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import pytest
 import torch
 import transformers
 from quiet import QUIET
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import TargetError
+from mrp_lightning.models import loading
 from mrp_lightning.models.classes import is_causal, reads_text_alone
-from mrp_lightning.models.loading import load_text_model
+from mrp_lightning.models.loading import load_config, load_text_model
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZE |= {"num_attention_heads": 4}
@@ -64,6 +69,85 @@ def test_which_classes_are_causal(model_type, architecture, causal):
     named = config(model_type)
     named.architectures = None if architecture is None else [architecture]
     assert is_causal(named) is causal
+
+
+def save_base(directory, base, named, **values):
+    """Save a base model under a config.json that names another class; return its weights."""
+    torch.manual_seed(0)
+    if base in ("mpnet", "xlm-roberta"):  # their position ids begin behind that of padding
+        values |= {"pad_token_id": 1}
+    model = AutoModel.from_config(config(base, **{**SIZE, "vocab_size": 64, **values}))
+    model.save_pretrained(directory)
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [named]}))
+    return model.state_dict()
+
+
+BASES = {
+    "BertForMaskedLM": ("bert", "BertModel"),
+    "BertForTokenClassification": ("bert", "BertModel"),
+    "XLMRobertaForSequenceClassification": ("xlm-roberta", "XLMRobertaModel"),
+    "MPNetForMaskedLM": ("mpnet", "MPNetModel"),
+    "Qwen3ForCausalLM": ("qwen3", "Qwen3Model"),
+    "MistralForTokenClassification": ("mistral", "MistralModel"),
+    "MixtralForCausalLM": ("mixtral", "MixtralModel"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("named", BASES)
+def test_the_files_decide_where_they_hold_no_weight_of_a_head(named, suffix, tmp_path, caplog):
+    base, kind = BASES[named]
+    dense = save_base(tmp_path, base, named, tie_word_embeddings=False)
+    if suffix == ".bin":
+        file = tmp_path / "model.safetensors"
+        torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+        file.unlink()
+    model = load_text_model(str(tmp_path), None)
+    assert type(model).__name__ == kind
+    assert dense.keys() == model.state_dict().keys()  # the pooler of BERT, too
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in dense.items())
+    (line,) = [record.message for record in caplog.records if named in record.message]
+    assert f"hold no weight of that head: it is loaded, pruned and saved as a {kind}." in line
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+def test_a_tied_head_is_that_of_a_language_model_but_in_a_sentence_encoder(is_embedding, tmp_path):
+    save_base(tmp_path, "qwen3", "Qwen3ForCausalLM", tie_word_embeddings=True)
+    if is_embedding:
+        (tmp_path / "modules.json").write_text("[]")
+    expected = "Qwen3Model" if is_embedding else "Qwen3ForCausalLM"
+    assert load_config(str(tmp_path)).architectures == [expected]
+
+
+def test_a_head_that_lacks_some_weights_is_refused(tmp_path):
+    weights = save_base(tmp_path, "bert", "BertForMaskedLM")
+    weights["cls.predictions.bias"] = torch.zeros(64)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=r"lacks weights of BertForMaskedLM.*transform\.dense"):
+        load_text_model(str(tmp_path), None)
+
+
+def test_the_hub_is_asked_for_the_names_and_the_modules_of_a_model(tmp_path, monkeypatch):
+    """Before its weights are downloaded, which happens as they are loaded."""
+    snapshot = tmp_path / "models--some--one" / "snapshots" / "abc"
+    weights = save_base(snapshot, "bert", "BertForMaskedLM")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "why_no_hub", lambda: None)
+    monkeypatch.setattr(loading, "cached_file", lambda _, file, **__: str(snapshot / file))
+    names = SimpleNamespace(weight_map=dict.fromkeys(weights, "model.safetensors"))
+    monkeypatch.setattr(loading, "get_safetensors_metadata", lambda *_, **__: names)
+    asked = []
+    monkeypatch.setattr(loading, "snapshot_download", lambda *_, **given: asked.append(given))
+    assert load_config("some/one").architectures == ["BertModel"]
+    (given,) = asked
+    wanted = ["1_Pooling/config.json", "config_sentence_transformers.json"]
+    assert all(any(Path(f).match(p) for p in given["allow_patterns"]) for f in wanted)
+    assert not any(Path("model.safetensors").match(p) for p in given["allow_patterns"])
 
 
 OTHERS = {
