@@ -1,7 +1,4 @@
-"""Load models and tensors from exported directories: packed, dense, or torchao's 2:4 tensors.
-
-Loading checks that all weights exist.
-"""
+"""Load models from exported directories, and check that all weights exist."""
 
 import os
 from collections.abc import Callable
@@ -9,42 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from transformers import PreTrainedModel
 
 from export import torchao_tensors
 from mrp_ground.arguments import checked
 from mrp_lightning.devices import device_named
-from mrp_lightning.errors import FormatError, OptionError, first_line
+from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
     model_class,
     refuse_adapter,
     weight_files,
 )
-from mrp_lightning.models.damage import explained_damage, read_pickle
-from mrp_lightning.models.integrity import check_files, check_values, misfits
+from mrp_lightning.models.damage import explained_damage
+from mrp_lightning.models.integrity import check_files, check_values
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json
-
-
-def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Load a file's tensors, torchao's too, and plain containers to the CPU, running no code in it.
-
-    Raises:
-        FormatError: The file is missing, damaged or compressed, or holds other objects.
-    """
-    try:
-        return read_pickle(file, [SparseSemiStructuredTensorCUTLASS])
-    except FormatError as error:
-        raise FormatError(f"{file} cannot be read: {error}. Fetch it again.") from error
-    except Exception as error:  # of many types, for damaged archives and refused classes
-        raise FormatError(
-            f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
-            "nothing else is tried, because it could run code. Fetch it again, or save the model "
-            "as safetensors where it comes from."
-        ) from error
+from mrp_sparse.formats.sparse24 import SPARSE24
 
 
 @checked
@@ -57,7 +36,7 @@ def load(
 
     Args:
         directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
-            model is loaded on the CUDA device, with its layers in the form that torchao runs there.
+            model is put on the CUDA device, with its packed layers as torchao's tensors.
         verify: Whether to compare the SHA-256 of each file of weights with the one that was stored
             when it was written, which reads all of them once more. Positions that do not fit the
             stored values are detected without it, a changed value is not.
@@ -88,45 +67,24 @@ def load(
     settings = content.get("quantization_config") or {}
     if settings.get("quant_method") != torchao_tensors.METHOD:
         return _load_pretrained(directory, **options)
-    if settings.get("format_version") != torchao_tensors.VERSION:
-        raise FormatError(
-            f"{directory}: `quantization_config.format_version` is "
-            f"{settings.get('format_version')!r}, but this version of mrp-lightning reads "
-            f"{torchao_tensors.VERSION}. Export the pruned model again."
-        )
     device = device_named(None)
     if reason := torchao_tensors.missing(device):
         raise OptionError(
-            f"{directory} holds torchao's 2:4 tensors, which cannot run here: {reason}. Load the "
+            f"{directory} is for torchao's 2:4 tensors, which cannot run here: {reason}. Load the "
             "pruned model, or export it with `--format packed`, which runs everywhere."
         )
-    model = _load_dense(directory, options)
+    config = load_config(str(directory))
+    config.quantization_config = settings | {"quant_method": SPARSE24.quant_method}
+    model = _load_pretrained(directory, config=config, **options)
     nn.Module.to(model, device)  # PreTrainedModel.to has another signature
     torchao_tensors.sparsify(model, settings["modules"])
     return model
 
 
-def _load_dense(directory: Path, options: dict[str, Any]) -> PreTrainedModel:
-    """Load the model in a directory of torchao's tensors, restored to dense ones."""
-    config = load_config(str(directory))
-    # The tensors are restored to dense ones here, so that no quantizer takes part in loading.
-    del config.quantization_config
-    check_files(directory, build_without_weights(config))
-    state: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("pytorch_model*.bin")):
-        state |= {name: torchao_tensors.restore(tensor) for name, tensor in read(file).items()}
-    model, loading = model_class(config).from_pretrained(
-        None, config=config, state_dict=state, output_loading_info=True, **options
-    )
-    if problem := misfits(directory, model, loading):
-        raise FormatError(problem)
-    return model
-
-
 def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a packed or dense model, but none of torchao's, with `from_pretrained`."""
+    """Load a packed or dense model with `from_pretrained`."""
     trust = bool(options.get("trust_remote_code"))
-    config = load_config(str(directory), trust_remote_code=trust)
+    config = options.get("config") or load_config(str(directory), trust_remote_code=trust)
     # The check builds the model without weights by transformers' own classes. With code of the
     # checkpoint, there is no class to build before it runs.
     if not trust:

@@ -20,7 +20,7 @@ from export.conversion.integer_layouts import LAYOUTS, IntegerLayout
 from export.conversion.loading_check import load_with_transformers
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
-from export.conversion.writing import choose_head, write_dense, write_packed, write_torchao
+from export.conversion.writing import choose_head, write_dense, write_packed
 from export.loading import load
 from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
@@ -39,7 +39,7 @@ class PackingOptions:
     """The options of `python -m export.to_sparse`.
 
     Attributes:
-        checkpoint: A Hugging Face directory, the directory of a pruned LightningModule, or a .ckpt.
+        checkpoint: A Hugging Face directory, or the directory of a pruned LightningModule.
         out: The directory to write; by default named after the checkpoint and the format.
         format: A key of `TARGETS`; by default the checkpoint decides.
         head_bits: 8 rounds the head to 8 bits, 16 leaves it unchanged.
@@ -48,8 +48,7 @@ class PackingOptions:
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         check_only: Whether to write nothing, and to compare an existing export again.
         text: Files whose text the logits are compared on; by default the embedded text.
-        device: The device for the comparison, and for packing torchao's tensors; by default CUDA if
-            available.
+        device: The device for the comparison; by default CUDA if available.
     """
 
     checkpoint: str
@@ -73,9 +72,8 @@ class PackingOptions:
             OptionError: It is, holds or lies in the source; `check_output_dir` raises more.
         """
         source = output_path(self.checkpoint).resolve()
-        name = source.name.removesuffix(".ckpt")
         chosen = None if self.out is None else output_path(self.out).resolve()
-        out = chosen or source.with_name(f"{name}-{suffix}")
+        out = chosen or source.with_name(f"{source.name}-{suffix}")
         # With `--overwrite`, an output around the source would delete it. Paths are resolved, since
         # links could hide that.
         if out == source or out in source.parents or source in out.parents:
@@ -220,7 +218,7 @@ class Dense(Packed):
 
 
 class Torchao(Packed):
-    """torchao's 2:4 tensors, made and run on a CUDA device."""
+    """The packed 2:4 format, of which torchao multiplies with the layers on a CUDA device."""
 
     name = "torchao"
 
@@ -229,7 +227,7 @@ class Torchao(Packed):
         if reason := torchao_tensors.missing(device_named(options.device)):
             raise OptionError(
                 f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, "
-                "or write `--format packed`, which is as small and needs no GPU."
+                "or write `--format packed`, whose files are the same and need no GPU."
             )
         super().require(options)
 
@@ -237,7 +235,7 @@ class Torchao(Packed):
         """Return why torchao cannot store a layer, `None` if it can."""
         if layer.transposed:
             return "torchao packs nn.Linear, and this is a Conv1D"
-        return torchao_tensors.why_not_storable(layer.shape, layer.dtype)
+        return torchao_tensors.why_not(layer.shape, layer.dtype)
 
     def choose(self, job: Job) -> ExportReport:
         """Choose the layers of a transformers model that fit."""
@@ -249,8 +247,8 @@ class Torchao(Packed):
         return super().choose(job)
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
-        """Write pickles, packed on the CUDA device."""
-        return write_torchao(job.source, directory, report.packed, job.device)
+        """Write safetensors."""
+        return write_packed(job.source, directory, report.packed, method=torchao_tensors.METHOD)
 
 
 class Integers(Target[IntegerReport]):

@@ -275,7 +275,7 @@ _FORMS = {
         "`weight` holds the codes of the kept values, `weight_bits` their places and "
         f"`weight_scales` what the codes are multiplied with. {_LOADERS}",
     ),
-    "torchao": ("torchao's 2:4 tensors", "They run on a CUDA device, with torchao 0.18."),
+    "torchao": ("Packed 2:4 for torchao", "It runs on a CUDA device, with torchao 0.18."),
 }
 
 

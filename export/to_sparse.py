@@ -39,19 +39,16 @@ def _parser() -> Any:
         "Pack a checkpoint that was pruned, and prove that it computes the same.",
     )
     option = parser.add_argument
-    text = (
-        "a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
-        "Lightning .ckpt of mrp_lightning.CausalLM"
-    )
+    text = "a Hugging Face directory, or what pruning wrote of your own LightningModule"
     option("checkpoint", metavar="CKPT", help=text)
     text = "default: CKPT-sparse24, or CKPT-FORMAT for the others"
     option("--out", metavar="DIR", help=text)
     text = (
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
-        "keeps the zeros, for software that knows no sparsity; torchao writes its own 2:4 tensors, "
-        "on a CUDA device; compressed-tensors and gptq are for vLLM and SGLang, of 4 or 8 bits "
-        "(default: bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is "
-        "2:4, else bitmask)"
+        "keeps the zeros, for software that knows no sparsity; torchao is 2:4, multiplied by "
+        "torchao on a CUDA device; compressed-tensors and gptq are for vLLM and SGLang, of 4 or 8 "
+        "bits (default: bitmask4 where the report says `bits` of 3 or 4, packed where the "
+        "checkpoint is 2:4, else bitmask)"
     )
     option("--format", choices=FORMATS, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"

@@ -1,19 +1,18 @@
-"""torchao's 2:4 tensors: CUTLASS' layout on disk, cuSPARSELt's in memory, by `sparsify_`."""
+"""torchao's 2:4 tensors, which `sparsify_` makes of packed layers on a CUDA device."""
 
 import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream import torch_names
-from mrp_sparse.packed_linear import frozen
+from mrp_sparse.packed_linear import Sparse24Linear, frozen
 
 METHOD = "mrp_torchao24"
-VERSION = 1
-"""`quant_method` and `format_version` of exports with torchao's tensors."""
+"""`quant_method` of packed 2:4 directories whose layers torchao multiplies."""
 
 
 def missing(device: torch.device) -> str | None:
@@ -33,13 +32,10 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def why_not_storable(shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """Return why a 2:4 weight cannot be stored, `None` if it can."""
-    return _why_not_tiled(SparseSemiStructuredTensorCUTLASS, shape, dtype)
-
-
-def _why_not_tiled(kind: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """Return why one of torch's 2:4 tensor classes cannot hold a weight, `None` if it can."""
+def why_not(shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Return why torch's tensors cannot hold a 2:4 weight, `None` if they can."""
+    forced = torch_names.is_cutlass_forced()
+    kind = SparseSemiStructuredTensorCUTLASS if forced else SparseSemiStructuredTensorCUSPARSELT
     tiles = torch_names.tiles_of_sparse24(kind, dtype)
     if dtype == torch.float32 or tiles is None:
         name = str(dtype).removeprefix("torch.")
@@ -50,43 +46,23 @@ def _why_not_tiled(kind: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str
     return None
 
 
-def store(weight: Tensor) -> Tensor:
-    """Return torchao's tensor on the CPU for a 2:4 weight (rows, columns) on a CUDA device."""
-    made: Any = SparseSemiStructuredTensorCUTLASS.from_dense(weight.contiguous())
-    # The transposed forms are left out: only products with the transposed weight, as in training,
-    # read them, and they would double the file.
-    return SparseSemiStructuredTensorCUTLASS(
-        weight.shape,
-        packed=made.packed.cpu(),
-        meta=made.meta.cpu(),
-        packed_t=None,
-        meta_t=None,
-        compressed_swizzled_bitmask=None,
-    )
-
-
-def restore(tensor: Tensor) -> Tensor:
-    """Return the weight of a stored tensor, equal to the bit; any other tensor unchanged."""
-    return tensor.to_dense() if isinstance(tensor, SparseSemiStructuredTensorCUTLASS) else tensor
-
-
 def sparsify(model: nn.Module, names: list[str]) -> None:
-    """Convert linear layers of 2:4 weights on a CUDA device in place.
+    """Give 2:4 layers, packed or dense, torchao's tensors, in place, on a CUDA device.
 
     Raises:
         OptionError: torchao cannot run layers, of which the message lists all; none is converted.
     """
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
-    forced = torch_names.is_cutlass_forced()
-    kind = SparseSemiStructuredTensorCUTLASS if forced else SparseSemiStructuredTensorCUSPARSELT
     reasons = {
-        name: _why_not_tiled(kind, layer.weight.shape, layer.weight.dtype)
+        name: why_not((layer.out_features, layer.in_features), layer.weight.dtype)
         for name, layer in layers.items()
     }
     if refused := [f"  {name}: {reason}" for name, reason in reasons.items() if reason]:
         raise OptionError("torchao cannot run these layers:\n" + "\n".join(refused))
     from torchao.sparsity import semi_sparse_weight, sparsify_
 
-    for layer in layers.values():
-        layer.weight = frozen(layer.weight.detach().contiguous())
-        sparsify_(layer, semi_sparse_weight())
+    for name, layer in layers.items():
+        linear = layer.to_linear() if isinstance(layer, Sparse24Linear) else layer
+        linear.weight = frozen(linear.weight.detach().contiguous())
+        sparsify_(linear, semi_sparse_weight())
+        model.set_submodule(name, linear)

@@ -18,7 +18,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
-from export.loading import read
 from mrp_lightning.errors import FormatError, counted, first_line
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -73,18 +72,23 @@ _REPLACED = {"config.json", "export_report.json"}
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights.
+    """A safetensors file of weights.
 
-    `name` is that of the safetensors file that will replace it, and `metadata` that of the
-    safetensors header. `read` loads its tensors to the CPU. The `names` of these are `None` for a
-    pickle, which has to be read for them.
+    Attributes:
+        path: The file.
+        name: The name of the file that will replace it.
+        names: The names of its tensors.
+        metadata: The metadata in its header.
     """
 
+    path: Path
     name: str
-    read: Callable[[], dict[str, Tensor]]
+    names: Sequence[str]
     metadata: Mapping[str, str]
-    names: Sequence[str] | None
-    num_bytes: int
+
+    def read(self) -> dict[str, Tensor]:
+        """Load its tensors to the CPU."""
+        return load_file(self.path)
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,9 @@ class Checkpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: The directory or file that the user named.
-        config: The content of `config.json`, or the configuration in a Lightning checkpoint; empty
-            for a user's own module, whose layers only `pruning_report.json` names.
+        path: The directory that the user named.
+        config: The content of `config.json`; empty for a user's own module, whose layers only
+            `pruning_report.json` names.
         files: The files of weights.
         companions: The other files to copy, relative to `path`: tokenizer, chat template, reports.
     """
@@ -105,15 +109,14 @@ class Checkpoint:
     companions: list[Path]
 
     @property
-    def num_tensors(self) -> int | None:
-        """The number of tensors; `None` if it is not known before the files are read."""
-        names = [file.names for file in self.files]
-        return None if None in names else sum(len(of_file or ()) for of_file in names)
+    def num_tensors(self) -> int:
+        """The number of tensors."""
+        return sum(len(file.names) for file in self.files)
 
     @property
     def num_bytes(self) -> int:
         """The size of the weight files in bytes."""
-        return sum(file.num_bytes for file in self.files)
+        return sum(file.path.stat().st_size for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Read all tensors with their names, with one file at a time in memory."""
@@ -222,9 +225,7 @@ class Checkpoint:
             FormatError: transformers does not know the configuration.
         """
         try:
-            if self.path.is_dir():
-                return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-            return AutoConfig.for_model(**self.config)
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # of any type, from the model's own checks
             raise FormatError(
                 f"{self.path}: transformers does not know this configuration (`model_type` "
@@ -244,20 +245,16 @@ class Checkpoint:
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True  # `misfits` reports them
-        source = self.path if self.path.is_dir() else None
-        if source is None:
-            options |= {"config": config, "state_dict": dict(self.tensors())}
-        model, loading = model_class(config).from_pretrained(source, **options)
+        model, loading = model_class(config).from_pretrained(self.path, **options)
         if problem := misfits(self.path, model, loading):
             raise FormatError(problem)
         return model
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Find the weights of a Hugging Face directory, or of a Lightning checkpoint of a `CausalLM`.
+    """Find the weights of a Hugging Face directory, in safetensors files.
 
-    A directory without `config.json` is that of a user's own module, as pruning writes it. Only
-    tensors and plain containers are unpickled.
+    A directory without `config.json` is that of a user's own module, as pruning writes it.
 
     Raises:
         FileNotFoundError: The path is none of these, or holds no weights.
@@ -265,8 +262,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             as an adapter; or links in the directory lead outside.
     """
     path = Path(path).expanduser()
-    if path.suffix == ".ckpt" and path.is_file():
-        return _lightning_checkpoint(path)
     refuse_adapter(path, "CKPT")
     if (path / "config.json").is_file():
         config = read_json(path / "config.json", "fetch it again")
@@ -277,13 +272,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileNotFoundError(
             f"`CKPT`: {path} is neither a Hugging Face directory with a config.json, nor what "
             "pruning writes of a module of your own (model.safetensors and "
-            f"{pruning_report.NAME}), nor a Lightning .ckpt file."
+            f"{pruning_report.NAME}). Save another checkpoint with `save_pretrained`."
         )
     files = weight_files(path)
     if not files:
         raise FileNotFoundError(
-            f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or "
-            "an index of their shards."
+            f"`CKPT`: {path} holds no weights: expected model.safetensors, or an index of its "
+            "shards."
+        )
+    if pickles := [file.name for file in files if file.suffix != ".safetensors"]:
+        raise FormatError(
+            f"`CKPT`: {path} holds its weights in pickles ({', '.join(pickles)}), and safetensors "
+            "are read alone. Load the model with transformers, and save it with `save_pretrained`."
         )
     opened = [weight_file(file) for file in files]
     if len(opened) == 1:  # an index of one file is not written again
@@ -292,48 +292,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def weight_file(file: Path) -> WeightFile:
-    """Open a file of weights; a pickle is not read yet.
+    """Open a safetensors file of weights.
 
     Raises:
-        FormatError: The file is a damaged safetensors file.
+        FormatError: The file is damaged.
     """
-    num_bytes = file.stat().st_size
-    if file.suffix != ".safetensors":
-        name = file.name.removeprefix("pytorch_").replace(".bin", ".safetensors")
-        return WeightFile(name, lambda: read(file), {}, None, num_bytes)
     try:
         with safe_open(file, framework="pt") as opened:
-            metadata, names = opened.metadata() or {}, list(opened.keys())
+            return WeightFile(file, file.name, [*opened.keys()], opened.metadata() or {})
     except Exception as error:  # safetensors raises its own error, which is no public class
         raise FormatError(f"{file} is no complete safetensors file: {error}") from error
-    return WeightFile(file.name, lambda: load_file(file), metadata, names, num_bytes)
-
-
-def _lightning_checkpoint(file: Path) -> Checkpoint:
-    """Return the Hugging Face model in a checkpoint of `CausalLM`, which stores its config."""
-    saved: Any = read(file)
-    saved = saved if isinstance(saved, dict) else {}
-    state, settings = saved.get("state_dict"), saved.get("hyper_parameters")
-    config = settings.get("model") if isinstance(settings, dict) else None
-    state = state if isinstance(state, dict) else {"": None}  # which is refused below
-    is_right = all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
-    if not is_right or not isinstance(config, dict) or "model_type" not in config:
-        raise FormatError(
-            f"{file} is no checkpoint of mrp_lightning.CausalLM: expected `state_dict` and, in "
-            "`hyper_parameters.model`, a configuration. Save the model with save_pretrained."
-        )
-    check_values(config, file)
-    tensors = {
-        name.removeprefix("model."): tensor
-        for name, tensor in state.items()
-        if name.startswith("model.")
-    }
-    # The size counts the model's tensors: the file may also hold optimizer states, which no export
-    # copies.
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    name = "model.safetensors"
-    weights = WeightFile(name, lambda: dict(tensors), {}, list(tensors), num_bytes)
-    return Checkpoint(file, config, [weights], [])
 
 
 def _companions(path: Path) -> list[Path]:

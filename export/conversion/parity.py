@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
 
-from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import (
@@ -114,16 +113,17 @@ def check_parity(
     if parity.failures:
         return parity
     model = load(directory) if source.config else None
-    if model is not None:
-        packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedLinear)}
-    else:
-        packed = _packed_in_file(directory, layers)
-    parity.operators += [
-        operator_error(name, layer, device)
-        for name, layer in track(packed.items(), len(packed), "comparing products")
-    ]
-    if model is not None:
-        parity.operators += _torchao_errors(source, model, layers, track)
+    modules = {} if model is None else dict(model.named_modules())
+    packed = {name: m for name, m in modules.items() if isinstance(m, PackedLinear)}
+    stored = packed.items() or _packed_in_files(directory, layers)
+    for name, layer in track(stored, len(packed) or None, "comparing products"):
+        weight = getattr(modules.get(name), "weight", None)
+        if isinstance(weight, SparseSemiStructuredTensor):
+            multiply = functools.partial(F.linear, weight=weight)
+            error = _product_error(name, multiply, layer.dense_weight().to(weight.device))
+        else:
+            error = operator_error(name, layer, device)
+        parity.operators.append(error)
     parity.failures += [
         f"{error.name}: the operator's relative error is {error.packed:.2e}, more than "
         f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
@@ -175,7 +175,7 @@ def _compare_tensor(
 ) -> list[str]:
     if name not in stored:
         return [f"{name}: missing"]
-    exported = torchao_tensors.restore(stored[name])
+    exported = stored[name]
     if layer is not None:
         # Packed formats do not store zeros, so −0 comes back as +0. That is the only change of bits
         # that packing is allowed to make.
@@ -198,17 +198,18 @@ def _compare_tensor(
     return []
 
 
-def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:
-    """Read the packed layers of a user's own module, which cannot be built here."""
-    tensors = dict(open_checkpoint(directory).tensors())
-    packed = {}
-    for layer in layers:
-        names = [layer.tensor, *layer.form.companion_names(layer.tensor)]
-        if all(name in tensors for name in names):
+def _packed_in_files(
+    directory: Path, layers: Sequence[LayerChoice]
+) -> Iterator[tuple[str, PackedLinear]]:
+    """Read the packed layers of a model that is the user's own, or that torchao multiplies."""
+    for file in open_checkpoint(directory).files:
+        named = [(layer, layer.form.companion_names(layer.tensor)) for layer in layers]
+        inside = [(layer, names) for layer, names in named if {*names} <= {*file.names}]
+        tensors = file.read() if inside else {}
+        for layer, names in inside:
             kind = CONFIGS[layer.form.quant_method].layer
-            stored = [tensors[name] for name in names]
-            packed[layer.name] = kind.from_packed(stored, layer.shape[1])
-    return packed
+            stored = [tensors[name] for name in (layer.tensor, *names)]
+            yield layer.name, kind.from_packed(stored, layer.shape[1])
 
 
 def operator_error(
@@ -222,27 +223,6 @@ def operator_error(
     # The reference products below have no bias, and compare the weight alone.
     moved.bias = None
     return _product_error(name, moved, moved.dense_weight())
-
-
-def _torchao_errors(
-    source: Checkpoint, model: nn.Module, layers: Sequence[LayerChoice], track: Track
-) -> list[OperatorError]:
-    """Compare products of torchao's tensors, on their device, with those of the source."""
-    weights = {
-        name: module.weight
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), SparseSemiStructuredTensor)
-    }
-    names = {layer.tensor: layer.name for layer in layers if layer.name in weights}
-    if not names:
-        return []
-    errors = []
-    for tensor_name, dense in track(source.tensors(), source.num_tensors, "comparing products"):
-        if (name := names.get(tensor_name)) is not None:
-            weight = weights[name]
-            multiply = functools.partial(F.linear, weight=weight)
-            errors.append(_product_error(name, multiply, dense.to(weight.device)))
-    return errors
 
 
 def _product_error(name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor) -> OperatorError:

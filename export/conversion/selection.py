@@ -470,7 +470,7 @@ def _refuse_unknown(directory: Path, unknown: Iterable[str]) -> None:
     """
     file = directory / OTHER_WEIGHTS
     if unknown and file.is_file():
-        unknown = set(unknown) - {name.rpartition(".")[0] for name in weight_file(file).names or []}
+        unknown = set(unknown) - {name.rpartition(".")[0] for name in weight_file(file).names}
     if names := sorted(unknown):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise PatternError(

@@ -1,4 +1,4 @@
-"""Write a pruned checkpoint file by file: packed, as torchao's tensors, or dense."""
+"""Write a pruned checkpoint file by file: packed, or dense."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.selection import LayerChoice
 from mrp_lightning.errors import OptionError
@@ -122,11 +121,13 @@ def write_packed(
     directory: Path,
     layers: Sequence[LayerChoice],
     head: HeadChoice | None = None,
+    method: str | None = None,
 ) -> Iterator[str]:
     """Write a checkpoint with some weights packed into an empty directory.
 
     There must be at least one layer, and all must have the same format; a `head` is written in 8
-    bits. Yields the name of each layer when it is packed.
+    bits. `method` replaces the `quant_method` of the format. Yields the name of each layer when it
+    is packed.
     """
     form = layers[0].form
 
@@ -143,23 +144,10 @@ def write_packed(
     # A format of variable length needs the number of elements of each layer, to build the model's
     # empty tensors before the files are read.
     modules = {layer.name: layer.count for layer in layers} if form.count else names
-    settings = _settings(form.quant_method, form.version, modules)
+    settings: dict[str, Any] = {"quant_method": method or form.quant_method}
+    settings |= {"format_version": form.version, "modules": modules}
     settings |= {} if head is None else {"head": head.settings}
     yield from write_converted(source, directory, layers, convert, settings, head=head)
-
-
-def write_torchao(
-    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice], device: torch.device
-) -> Iterator[str]:
-    """Write pickles with torchao's 2:4 tensors, packed on a CUDA device; see `write_packed`."""
-
-    def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
-        weight = positive_zeros(tensor.to(device))[0]
-        return {layer.tensor: torchao_tensors.store(weight)}
-
-    names = [layer.name for layer in layers]
-    settings = _settings(torchao_tensors.METHOD, torchao_tensors.VERSION, names)
-    yield from write_converted(source, directory, layers, convert, settings, in_pickles=True)
 
 
 def write_dense(
@@ -173,11 +161,6 @@ def write_dense(
     yield from write_converted(source, directory, layers, convert, None)
 
 
-def _settings(quant_method: str, version: int, modules: Any) -> dict[str, Any]:
-    """Return the `quantization_config`; `modules` are names, or counts of elements by name."""
-    return {"quant_method": quant_method, "format_version": version, "modules": modules}
-
-
 def write_converted(
     source: Checkpoint,
     directory: Path,
@@ -186,7 +169,6 @@ def write_converted(
     settings: dict[str, Any] | None,
     *,
     head: HeadChoice | None = None,
-    in_pickles: bool = False,
 ) -> Iterator[str]:
     """Write a checkpoint with the weights of some layers converted into an empty directory.
 
@@ -197,7 +179,6 @@ def write_converted(
         convert: Returns the tensors, by name, to write for a layer's weight.
         settings: The `quantization_config` to write; None for none.
         head: A head that is written in 8 bits.
-        in_pickles: Whether files are pickles, for tensors that safetensors cannot hold.
 
     Yields:
         The names of the layers, as they are converted.
@@ -206,32 +187,23 @@ def write_converted(
     weight_map: dict[str, str] = {}
     total = 0
     for weights in source.files:
-        converted: dict[str, Tensor] = {}
-        unchanged: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in weights.read().items():
             if name in choices:
-                converted |= convert(choices[name], tensor)
+                tensors |= convert(choices[name], tensor)
                 yield choices[name].name
             elif head is not None and name in head.tensors:
-                converted |= head.convert(name, tensor)
+                tensors |= head.convert(name, tensor)
             else:
-                unchanged[name] = tensor
-        tensors = {**converted, **unchanged}
+                tensors[name] = tensor
         # No temporary file is needed: the whole directory is moved into place when it is complete.
-        file = weights.name
-        if in_pickles:
-            file = _pickle_name(file)
-            torch.save({**converted, **_unshared(unchanged)}, directory / file)
-        else:
-            with naming(directory / file):
-                metadata = {"format": "pt", **weights.metadata}
-                save_file(_unshared(tensors), directory / file, metadata)
-        weight_map |= dict.fromkeys(tensors, file)
+        with naming(file := directory / weights.name):
+            save_file(tensors, file, {"format": "pt", **weights.metadata})
+        weight_map |= dict.fromkeys(tensors, weights.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(source.files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        name = "model.safetensors.index.json"
-        save_text(directory / (_pickle_name(name) if in_pickles else name), as_json(index))
+        save_text(directory / "model.safetensors.index.json", as_json(index))
     config = dict(source.config)
     if settings is not None:
         config["quantization_config"] = settings
@@ -240,23 +212,3 @@ def write_converted(
     for companion in source.companions:
         (directory / companion).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.path / companion, directory / companion)
-
-
-def _pickle_name(name: str) -> str:
-    """Return the name of the pickle, or index of pickles, that replaces a safetensors file."""
-    return f"pytorch_{name}".replace(".safetensors", ".bin")
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with an earlier one, which safetensors refuses."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        # A view of a larger storage is copied, too, since `torch.save` would write all of the
-        # storage.
-        whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
-        shared = storage.data_ptr() in seen
-        seen.add(storage.data_ptr())
-        result[name] = tensor if whole and not shared else tensor.contiguous().clone()
-    return result

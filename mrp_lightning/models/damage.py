@@ -4,7 +4,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from mrp_lightning.models.checkpoint import directory_of
 _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 
 
-def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> Any:
+def read_pickle(file: str | os.PathLike[str]) -> Any:
     """Load the tensors and plain containers in a file of `torch.save`, without running its code.
 
-    Tensors of the subclasses `classes` are allowed, too. All are on the CPU, memory-mapped if the
-    file is an archive.
+    All tensors are on the CPU, memory-mapped if the file is an archive.
 
     Raises:
         FormatError: The file is compressed, so that its memory-mapped bytes would not be weights.
@@ -36,8 +35,7 @@ def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> A
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise FormatError("it is compressed, and `torch.save` compresses nothing")
-    with torch.serialization.safe_globals(list(classes)):
-        return torch.load(file, weights_only=True, mmap=is_archive, map_location="cpu")
+    return torch.load(file, weights_only=True, mmap=is_archive, map_location="cpu")
 
 
 def why_no_pickle(file: Path) -> str | None:

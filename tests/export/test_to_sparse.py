@@ -69,17 +69,14 @@ def test_the_shards_stay_as_they_were(pruned, ids, tmp_path):
     assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_a_single_shard_with_an_index_becomes_a_file_without(suffix, llama, ids):
+def test_a_single_shard_with_an_index_becomes_a_file_without(llama, ids):
     before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
-    whole = "pytorch_model.bin" if suffix == "bin" else "model.safetensors"
-    shard = llama / f"{whole.split('.')[0]}-00001-of-00001.{suffix}"
     tensors = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").unlink()
-    (torch.save if suffix == "bin" else save_file)(tensors, shard)
+    shard = llama / "model-00001-of-00001.safetensors"
+    save_file(tensors, shard)
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}
-    (llama / f"{whole}.index.json").write_text(json.dumps(index))
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(llama)(ids).logits, before)
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     main([str(llama)])
     out = llama.with_name("llama-sparse24")
     assert [file.name for file in out.glob("*model*")] == ["model.safetensors"]
@@ -105,41 +102,13 @@ def test_dense_format_keeps_zeros_and_makes_them_positive(llama, ids, tmp_path):
     assert torch.equal(torch.load(tmp_path / "logits"), before)
 
 
-def test_a_pytorch_bin_is_read_without_running_code(llama, ids, capsys):
-    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
-    tensors = load_file(llama / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied tensors share memory
-    torch.save(tensors, llama / "pytorch_model.bin")
+def test_pickles_are_refused_with_the_next_step(llama, capsys, tmp_path):
+    torch.save(load_file(llama / "model.safetensors"), llama / "pytorch_model.bin")
     (llama / "model.safetensors").unlink()
-    main([str(llama)])
-    assert torch.equal(export.load(llama.with_name("llama-sparse24"))(ids).logits, before)
-    torch.save({"weight": Path("code")}, llama / "pytorch_model.bin")
-    assert "weights_only=True" in refusal([str(llama), "--overwrite"], capsys)
-
-
-@pytest.mark.parametrize("name", ["llama/pytorch_model.bin", "pruned.ckpt"])
-def test_an_empty_pickle_is_refused_by_name(name, llama, capsys, tmp_path):
-    (llama / "model.safetensors").unlink()
-    file = tmp_path / name
-    file.touch()
-    shown = refusal([str(file if file.suffix == ".ckpt" else llama)], capsys)
-    assert f"{file} cannot be read" in shown
-    assert "EOFError" in shown
-    assert "Fetch it again" in shown
-
-
-def test_a_lightning_checkpoint_is_read(llama, ids, tmp_path):
-    from mrp_lightning import CausalLM, Trainer
-
-    module = CausalLM(str(llama))
-    trainer = Trainer(**QUIET)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "pruned.ckpt")
-    main([str(tmp_path / "pruned.ckpt"), "--out", str(tmp_path / "out")])
-    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
-    assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
-    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
-    assert "random tokens" in report["parity"]["text"]["text"]
+    shown = refusal([str(llama)], capsys)
+    assert "(pytorch_model.bin), and safetensors" in shown
+    assert "`save_pretrained`" in shown
+    assert "nor what" in refusal([str(llama / "pytorch_model.bin")], capsys)
 
 
 def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):

@@ -135,25 +135,6 @@ def test_an_absurd_header_is_refused(checkpoint, dtype, shape, num_bytes):
         choose_layers(open_checkpoint(directory), allow_partial=True)
 
 
-def test_a_lightning_checkpoint_of_an_absurd_model_is_refused(tmp_path):
-    config = {"model_type": "llama", "vocab_size": 10**12, "num_hidden_layers": 1}
-    content = {"state_dict": {"model.a": torch.ones(2)}, "hyper_parameters": {"model": config}}
-    torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(FormatError, match="weights, but its files hold 8 bytes"):
-        open_checkpoint(tmp_path / "a.ckpt").load()
-
-
-def pickled(file, **tensors):
-    """Tensors as a `pytorch_model.bin`, or as a Lightning checkpoint."""
-    content = dict(tensors)
-    if file.suffix == ".ckpt":
-        config = {"model_type": "llama"}
-        content = {"state_dict": content, "hyper_parameters": {"model": config}}
-        content["pytorch-lightning_version"] = "2.6.0"
-    torch.save(content, file)
-    return file
-
-
 def deflated(file):
     """The same archive, compressed."""
     with zipfile.ZipFile(file) as archive:
@@ -164,22 +145,11 @@ def deflated(file):
     return file
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "a.ckpt"])
-def test_a_compressed_pickle_is_refused(checkpoint, name):
-    directory = checkpoint()
-    (directory / "model.safetensors").unlink()
-    file = deflated(pickled(directory / name, more=torch.zeros(9)))
-    source = file if file.suffix == ".ckpt" else directory
-    with pytest.raises(FormatError, match=rf"{name} cannot be read: it is compressed"):
-        choose_layers(open_checkpoint(source), allow_partial=True)
-    assert why_no_pickle(file) is not None
-
-
-@pytest.mark.parametrize("content", [[1], {}, {"state_dict": {1: 2}, "hyper_parameters": 3}])
-def test_what_is_no_lightning_checkpoint_is_not_exported(tmp_path, content):
-    torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(FormatError, match=r"a\.ckpt is no checkpoint of mrp_lightning\.CausalLM"):
-        open_checkpoint(tmp_path / "a.ckpt")
+def test_a_compressed_pickle_is_refused(tmp_path):
+    file = tmp_path / "a.ckpt"
+    torch.save({"more": torch.zeros(9)}, file)
+    assert why_no_pickle(file) is None
+    assert "it is compressed" in str(why_no_pickle(deflated(file)))
 
 
 @pytest.fixture
