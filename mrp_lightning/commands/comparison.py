@@ -1,39 +1,43 @@
 """One pruning and its comparison with the dense model, on the same windows of held-out text."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
+from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader
 
 from mrp_lightning.callbacks import PruningCallback
-from mrp_lightning.commands import comparison_texts as texts
 from mrp_lightning.commands.distillation import DistilledPruning
 from mrp_lightning.commands.main import command_named
+from mrp_lightning.commands.numbers import memory, number, percent, perplexity
 from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
-from mrp_lightning.errors import ArgumentError, DataError, OptionError, counted
+from mrp_lightning.errors import DataError, OptionError, counted
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
 from mrp_lightning.loop.module_plan import plan_for
+from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.gguf import find_gguf, located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.narrowing.structure import BLOCKS
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.storage.outputs import check_output_dir
-from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
 from mrp_lightning.text.mixture import SELF
 from mrp_lightning.text.sources import StandardLibrary
@@ -45,14 +49,40 @@ times as many lower the perplexity by 0.2 and 0.3% at 2:4, and not at 50%; see
 docs/self-calibration.md."""
 _LONGEST_TEXT = 512
 """The longest default window of a `TextModel`: encoders are seldom given longer texts."""
-_TIMED_TOKENS = 10
+_USELESS_RATIO = 3.0
+"""The ratio of perplexities above which a pruned model is of little use."""
+_USELESS_COSINE = 0.5
+"""The mean cosine below which outputs point elsewhere: the angle is above 60°."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A command that converts a pruned model, the path that it writes, and its other options."""
+
+    command: str
+    out: Path
+    options: Sequence[str]
+
+    def check(self) -> None:
+        """Raise a `FileExistsError` if the command would refuse its output, hours later."""
+        overwrite = "--overwrite" in self.options
+        if self.command == "export":
+            check_output_dir(self.out, overwrite=overwrite, argument="--pack")
+        elif self.out.exists() and not overwrite:
+            raise FileExistsError(f"{self.out} exists. Name another, or add `--overwrite`.")
+
+    def convert(self, directory: Path) -> int:
+        """Run the command; return the bytes of the weights that it wrote."""
+        command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
+        files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
+        return sum(file.stat().st_size for file in files or [self.out])
 
 
 def prune_and_compare(
     source: Mapping[str, Any],
     text: Mapping[str, Any],
     prune: PruningCallback,
-    conversions: "Sequence[Conversion]",
+    conversions: Sequence[Conversion],
     *,
     windows: int,
     accelerator: str,
@@ -83,6 +113,7 @@ def prune_and_compare(
         OptionError: The accelerator is missing, or a model that is not causal has no `train_files`.
         FileExistsError: The output of the pruning, or of a conversion, exists.
     """
+    assert prune.save_dir is not None
     require_accelerator(accelerator)
     # Each step needs the one before: the plan needs the model, the estimate of the time needs the
     # speed of the first evaluation, and only then hours of work begin.
@@ -90,17 +121,17 @@ def prune_and_compare(
         _data(text)  # refuses missing files before a model is loaded
         console.print(f"Loading {source['model']} …")
         model = _load(source, text)
-        _check_outputs(model, prune, conversions)
-        subject = _Subject(model, _data(text, model), prune, windows, accelerator)
+        check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
+        _check_conversions(conversions, model)
+        subject = _Subject(model, _data(text, model), prune.settings, windows, accelerator)
         if not text["train_files"] and "num_samples" not in text:
             subject.take_fewer_windows()
         if distilled is not None:
             distilled.check(model, subject.data)
-        console.print(texts.plan(prune.settings, subject.plan, subject.data, subject.num_samples))
+        console.print(subject.announcement())
         # The dense evaluation comes before the pruning, which changes the model in memory.
-        dense = subject.evaluate("dense", console)
-        console.print(texts.announcement(*subject.expected_work()))
-        sizes = [measure(subject.trainer, model)]
+        dense, sizes = subject.evaluate("dense", console), [subject.num_bytes]
+        console.print(subject.expectation())
         start = time.perf_counter()
         first = prune if distilled is None else distilled.pruning()
         if first.report is None:
@@ -112,22 +143,21 @@ def prune_and_compare(
             subject.model = distilled.finish(first, subject.trainer, subject.data)
             final = subject.evaluate("distilled", console)
         seconds = time.perf_counter() - start
-        sizes.append(measure(subject.trainer, subject.model))
-    assert prune.save_dir is not None
+        sizes.append(subject.num_bytes)
     report = PruningReport.load(prune.save_dir / NAME)
-    table = texts.table(dense, pruned, first.settings, report, sizes, seconds)
+    table = _table(dense, pruned, first.settings, report, sizes, seconds)
     if distilled is not None:
-        table.add_row(f"{texts.amount(prune.settings)}, distilled", *texts.quality(dense, final))
+        table.add_row(f"{amount(prune.settings)}, distilled", *_quality(dense, final))
     subject.record(prune.save_dir, dense, final)
-    windows_read = f"{counted(len(subject.windows), 'window')} of {dense['context']} tokens"
     try:
         for conversion in conversions:
             size = conversion.convert(prune.save_dir)
-            table.add_row(str(conversion.out), "", "", "", *texts.cells(size), "")
+            table.add_row(str(conversion.out), "", "", "", memory(size))
     finally:  # also if a conversion fails: the pruned model is saved
         console.print(table)
-        console.print(f"Evaluated on {windows_read} of the {subject.text}.{texts.shares(report)}")
-    return texts.why_useless(dense, final, report)
+        read = f"{counted(len(subject.windows), 'window')} of {dense['context']} tokens"
+        console.print(f"Evaluated on {read} of the {subject.text}.")
+    return why_useless(dense, final)
 
 
 def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
@@ -168,11 +198,7 @@ def _data(text: Mapping[str, Any], model: nn.Module | None = None) -> TextDataMo
     return TextDataModule(**{**text, "sequence_length": length}, hold_out=True)
 
 
-def _check_outputs(
-    model: CausalLM | TextModel, prune: PruningCallback, conversions: "Sequence[Conversion]"
-) -> None:
-    assert prune.save_dir is not None
-    check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
+def _check_conversions(conversions: Sequence[Conversion], model: CausalLM | TextModel) -> None:
     for conversion in conversions:
         conversion.check()
         if conversion.command == "gguf" and isinstance(model, TextModel):
@@ -196,12 +222,12 @@ class _Subject:
         self,
         model: CausalLM | TextModel,
         data: TextDataModule,
-        prune: PruningCallback,
+        settings: Settings,
         windows: int,
         accelerator: str,
     ) -> None:
-        self.model, self.data, self._settings = model, data, prune.settings
-        self.plan: Plan = plan_for(model, prune.settings)
+        self.model, self.data, self._settings = model, data, settings
+        self.plan = plan_for(model, settings)
         self.trainer = Trainer(
             accelerator=accelerator,
             logger=False,
@@ -220,6 +246,11 @@ class _Subject:
             self.text = f"held-out part of {data.calibration_source}"
         self.seconds = 0.0
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self.model.model.parameters())
+
     def take_fewer_windows(self) -> None:
         """Take as many windows of own text as the widest layer needs.
 
@@ -236,6 +267,21 @@ class _Subject:
         self.num_samples = min(self.num_samples, -(-tokens // self.data.sequence_length))
         self.data.num_samples = self.num_samples
 
+    def announcement(self) -> str:
+        """Return a sentence on the layers, the settings and the text of the pruning."""
+        verb = "quantised" if isinstance(self._settings.recipe.pattern, Dense) else "pruned"
+        text = f"{self.data.calibration_source}."
+        if not self.data.train_files:
+            text = "text that the model writes itself. Text that is like yours is given by `--text "
+            text += "FILE`: it is then evaluated on, too."
+        of_blocks = self._settings.structure == BLOCKS
+        num = len(self.plan.blocks) if of_blocks else self.plan.num_layers
+        return (
+            f"{counted(num, 'block' if of_blocks else 'layer')} {'is' if num == 1 else 'are'} to "
+            f"be {verb} to {amount(self._settings)} by {method(self._settings)}, calibrated on "
+            f"{counted(self.num_samples, 'window')} of {text}"
+        )
+
     def evaluate(self, state: str, console: Console) -> Scores:
         """Measure the perplexity or, of a `TextModel`, the cosine with the first test's outputs."""
         console.print(f"Evaluating the {state} model on the {self.text} …")
@@ -246,17 +292,13 @@ class _Subject:
         (scores,) = self.model.evaluation.values()
         return scores
 
-    def record(self, directory: Path, dense: Scores, final: Scores) -> None:
-        """Record the scores before and after in `evaluation.json`."""
-        scores = {"perplexity": {self.text: final}, "dense": {self.text: dense}}
-        if isinstance(self.model, TextModel):
-            scores = {"similarity": {self.text: final}}
-        record(directory, **scores, model=str(directory))
+    def expectation(self) -> str:
+        """Return a sentence on the expected time and memory, by the speed of the last evaluation.
 
-    def expected_work(self) -> tuple[Estimate, Estimate]:
-        """Estimate the work, and the writing of own text in it, by the last evaluation."""
+        The time includes an evaluation of the pruned model, and the writing of own text.
+        """
         device, model = self.trainer.strategy.root_device, self.model.model
-        length, writing = self.data.sequence_length, Estimate(0.0, 0)
+        length, writing, part = self.data.sequence_length, Estimate(0.0, 0), ""
         work = estimate(
             model,
             self.plan,
@@ -270,59 +312,97 @@ class _Subject:
             self.model.to(device)
             cutter = Cutter(self.model.tokenizer, length)
             writing = estimate_writing(model, cutter, self.data.seed, self.data.num_samples)
-        evaluating = Estimate(self.seconds, 0)  # of the pruned model
-        return work.after(writing).after(evaluating), writing
+            part = f" ({roughly(writing.seconds)} of it to write that text)"
+        work = work.after(writing).after(Estimate(self.seconds, 0))
+        return (
+            f"Pruning may take {roughly(work.seconds)}{part} and, beside the model, "
+            f"{memory(work.num_bytes)} of memory. This is a rough estimate, with an evaluation as "
+            "before; small models, few bits and busy machines take longer. If it is interrupted, "
+            "the same command goes on where it was."
+        )
+
+    def record(self, directory: Path, dense: Scores, final: Scores) -> None:
+        """Record the scores before and after in `evaluation.json`."""
+        scores = {"perplexity": {self.text: final}, "dense": {self.text: dense}}
+        if isinstance(self.model, TextModel):
+            scores = {"similarity": {self.text: final}}
+        record(directory, **scores, model=str(directory))
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """A command that converts a pruned model, the path that it writes, and its other options."""
-
-    command: str
-    out: Path
-    options: Sequence[str]
-
-    def check(self) -> None:
-        """Raise a `FileExistsError` if the command would refuse its output, hours later."""
-        overwrite = "--overwrite" in self.options
-        if self.command == "export":
-            check_output_dir(self.out, overwrite=overwrite, argument="--pack")
-        elif self.out.exists() and not overwrite:
-            raise FileExistsError(f"{self.out} exists. Name another, or add `--overwrite`.")
-
-    def convert(self, directory: Path) -> texts.Size:
-        """Run the command; return the bytes of its files, and the speed if it runs here."""
-        command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
-        if self.out.is_file():
-            return texts.Size(self.out.stat().st_size, None)
-        files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
-        num_bytes = sum(file.stat().st_size for file in files)
-        try:
-            return replace(measure(None, CausalLM(str(self.out))), num_bytes=num_bytes)
-        except ArgumentError:  # a format that only other engines run
-            return texts.Size(num_bytes, None)
+def amount(settings: Settings) -> str:
+    """Return what is removed and the grid of the rest, such as `2:4+4bit`."""
+    if settings.structure is None:
+        return str(settings.recipe)
+    of = "the blocks" if settings.structure == BLOCKS else f"their {settings.structure}"
+    return f"{percent(1 - (settings.sparsity or 0))} of {of}"
 
 
-@torch.inference_mode()
-def measure(trainer: Trainer | None, module: CausalLM | TextModel) -> texts.Size:
-    """Measure the bytes and the speed of a model, one text at a time, uncompiled.
+def method(settings: Settings) -> str:
+    """Return the method with the parts that it goes with, such as `JM, dense target, tuned`."""
+    if settings.structure == BLOCKS:
+        return "least change of the output"
+    parts = [
+        settings.method,
+        "dense target" * (settings.target == "dense"),
+        "allocation by output" * (settings.allocation == "output"),
+        "tuned" * (settings.block_tuning is not None),
+    ]
+    return ", ".join(filter(None, parts))
 
-    The model is on the device of the trainer, from which an evaluation moves it, or on its own.
-    """
-    model: Any = module.to(trainer.strategy.root_device if trainer else module.device).model.eval()
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    if not model.can_generate():
-        return texts.Size(num_bytes, None)
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
 
-    def seconds(tokens: int) -> float:
-        start = time.perf_counter()
-        exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        mask = torch.ones_like(ids)
-        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **exactly)
-        return time.perf_counter() - start
+def _table(
+    dense: Scores,
+    pruned: Scores,
+    settings: Settings,
+    report: PruningReport,
+    sizes: Sequence[int],
+    seconds: float,
+) -> Table:
+    """Return a table of both models; `seconds` is the time of pruning and writing."""
+    totals, narrowed = report.totals, report.narrowed
+    share = totals["removed"] / totals["model_weights"]
+    if narrowed:
+        share = 1 - narrowed["model_weights"] / totals["model_weights"]
+    measures = [f"perplexity @{dense['context']}", "× dense"]
+    if "cosine" in dense:
+        measures = ["mean cosine of outputs", ""]
+    table = Table()
+    table.add_column("model", overflow="fold")
+    for column in (*measures, "weights removed", "weights", "time"):
+        table.add_column(column, justify="right")
+    table.add_row("dense", _quality(dense, dense)[0], "", "", memory(sizes[0]))
+    spent = roughly(max(seconds, totals["seconds"]))  # includes interrupted runs
+    name = f"{amount(settings)} by {method(settings)}"
+    table.add_row(name, *_quality(dense, pruned), percent(share), memory(sizes[1]), spent)
+    return table
 
-    seconds(2)  # warms up
-    # The least of a few, since other work on the machine only adds to it.
-    one, more = (min(seconds(tokens) for _ in range(3)) for tokens in (1, 1 + _TIMED_TOKENS))
-    return texts.Size(num_bytes, 1000 * (more - one) / _TIMED_TOKENS)
+
+def _quality(dense: Scores, scores: Scores) -> tuple[str, str]:
+    """Return the cells of a quality: the perplexity and its ratio to the dense one, or a cosine."""
+    if "cosine" in scores:
+        return f"{scores['cosine']:.4g}", ""
+    return perplexity(scores["perplexity"]), number(_ratio(dense, scores))
+
+
+def _ratio(dense: Scores, pruned: Scores) -> float:
+    return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
+
+
+def why_useless(dense: Scores, pruned: Scores) -> str | None:
+    """Return why a pruned model is of no use, `None` if it may be useful."""
+    # The negations also catch NaN, which compares as false: a model that computes NaN is of no use.
+    if "cosine" in pruned:
+        cosine = pruned["cosine"] or 0.0
+        is_useless = not cosine >= _USELESS_COSINE
+        loss = f"The mean cosine of the outputs with those before is {number(cosine)}"
+    else:
+        ratio = _ratio(dense, pruned)
+        is_useless = not ratio < _USELESS_RATIO
+        loss = f"The perplexity is {number(ratio)} times that of the dense model"
+    if not is_useless:
+        return None
+    return (
+        f"{loss}, which is of little use. Remove less (a lower `--sparsity`, a `--pattern` that "
+        "keeps more, or more bits), or lose less: `--recipe best` and calibration `--text` that is "
+        "like yours."
+    )

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning import CausalLM, TextDataModule
-from mrp_lightning.commands.comparison import Conversion
-from mrp_lightning.commands.comparison_texts import amount, method, why_useless
+from mrp_lightning.commands.comparison import Conversion, amount, method, why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _next_steps, _parser, _settings
 from mrp_lightning.loop import pruned_module
@@ -107,9 +106,6 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         expected = perplexity(directory, held_out, 6)
         (told,) = re.findall(rf"│ {name} +│ +([\d.,]+) │", shown)
         assert float(told.replace(",", "")) == pytest.approx(expected, rel=2e-3)
-    rows = [line.split("│") for line in shown.splitlines() if line.startswith(("│ dense", "│ 2:4"))]
-    assert rows[0][-3] == rows[1][-3]  # zeros save no time
-    assert float(rows[0][-3]) > 0
     evaluation = json.loads((out / "evaluation.json").read_text())
     (recorded,) = evaluation["perplexity"].values()
     assert recorded["perplexity"] == pytest.approx(perplexity(out, held_out, 6), rel=2e-3)
@@ -354,8 +350,6 @@ def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatc
     size = Path("out-packed/model.safetensors").stat().st_size
     assert size < Path("out/model.safetensors").stat().st_size
     assert f"{size / 2**10:,.2f} KiB" in shown
-    (row,) = [line for line in shown.splitlines() if line.startswith("│ out-packed")]
-    assert float(row.split("│")[-3]) > 0
     ids = torch.arange(8)[None]
     models = [CausalLM(name).model.eval() for name in ("out", "out-packed")]
     with torch.no_grad():
@@ -370,21 +364,14 @@ def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatc
     assert report["provenance"]["data"]["source"] == "stdin.txt"
 
 
-def test_a_ruined_model_and_one_as_before_end_with_a_sentence():
-    totals = {"removed": 20, "model_weights": 10**6}
-    report = SimpleNamespace(totals=totals, narrowed={}, amount=SimpleNamespace(grids=[]))
-
-    def why(perplexity, *grids):
-        told = SimpleNamespace(**vars(report) | {"amount": SimpleNamespace(grids=grids)})
-        return why_useless({"perplexity": 1.0}, {"perplexity": perplexity}, told)
-
-    assert "is 1.42e+04 times that of the dense model" in why(14200.0)
-    assert "neither smaller nor faster" in why(1.001)
-    assert why(1.001, "4bit") is None
-    totals["removed"] = 10**5
-    assert why(1.2) is None
-    assert "those before is 0.3, which is of little" in why_useless({}, {"cosine": 0.3}, report)
-    assert why_useless({}, {"cosine": 0.97}, report) is None
+def test_a_ruined_model_is_told_in_a_sentence():
+    dense = {"perplexity": 1.0}
+    assert "is 1.42e+04 times that of the dense model" in why_useless(dense, {"perplexity": 14200})
+    assert "is not finite times" in why_useless(dense, {"perplexity": None})
+    assert why_useless(dense, {"perplexity": 1.2}) is None
+    assert "those before is 0.3, which is of little" in why_useless({}, {"cosine": 0.3})
+    assert "those before is not finite" in why_useless({}, {"cosine": float("nan")})
+    assert why_useless({}, {"cosine": 0.97}) is None
 
 
 def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path):
