@@ -58,3 +58,19 @@ def warn_of_unused_gpu() -> None:
         torch.version.cuda,
         reason,
     )
+
+
+@cache
+def warn_of_slow_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Warn once of 16 bits on a CPU that computes them several times more slowly than float32.
+
+    So do those of x86 without AVX-512 (bfloat16: seven times as slow on an EPYC of that kind).
+    """
+    is_narrow = dtype in (torch.bfloat16, torch.float16)
+    if is_narrow and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        name = str(dtype).removeprefix("torch.")
+        progress_log.warning(
+            "This CPU has no instructions for %s, which is several times as slow here as float32: "
+            "load the model with `dtype: float32` (`--dtype float32`) if memory allows.",
+            name,
+        )

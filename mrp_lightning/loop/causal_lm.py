@@ -16,6 +16,7 @@ from transformers import (
 
 from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
+from mrp_lightning.devices import warn_of_slow_dtype
 from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.loop.exact_values import ExactValues
 from mrp_lightning.loop.perplexity import Perplexities, token_losses
@@ -252,6 +253,8 @@ class CausalLM(ExactValues):
         if stage in ("validate", "test"):
             # Before the data: a loss of NaN at the end would not name the weight.
             refuse_not_finite([], self.model.named_parameters())
+        if not self.offload:
+            warn_of_slow_dtype(self.model.dtype, self.trainer.strategy.root_device)
         self.teardown(stage)  # an exception may have skipped the last one
         if self.offload and stage in ("validate", "test"):
             blocks = [block.module for block in find_blocks(self)]

@@ -1,10 +1,10 @@
-"""A build of torch for CUDA that finds no GPU says so, loudly and once."""
+"""Limits of a machine are reported loudly and once: a GPU without a driver, 16 bits on old CPUs."""
 
 import pytest
 import torch
 
 from mrp_lightning import Trainer, environment
-from mrp_lightning.devices import device_named, warn_of_unused_gpu
+from mrp_lightning.devices import device_named, warn_of_slow_dtype, warn_of_unused_gpu
 
 
 @pytest.fixture
@@ -48,3 +48,23 @@ def test_whoever_chose_the_cpu_is_not_warned(choice, cuda_build, monkeypatch, ca
     assert device_named(name) == torch.device("cpu")
     Trainer(accelerator=accelerator, enable_progress_bar=False)
     assert "THE CPU" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_slow"),
+    [("bfloat16", "AVX2", True), ("float32", "AVX2", False), ("bfloat16", "AVX512", False)],
+)
+def test_16_bits_without_instructions_for_them(
+    dtype, capability, is_slow, tiny_llama, monkeypatch, caplog
+):
+    from mrp_lightning import CausalLM
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    warn_of_slow_dtype.cache_clear()
+    caplog.set_level("WARNING", environment.progress_log.name)
+    data = torch.zeros(2, 1, 8, dtype=torch.long)
+    for _ in range(2):
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        trainer.test(CausalLM(tiny_llama, dtype=dtype), data, verbose=False)
+    warn_of_slow_dtype.cache_clear()
+    assert sum("`--dtype float32`" in r.message for r in caplog.records) == is_slow
