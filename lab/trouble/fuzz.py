@@ -30,11 +30,9 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from safetensors.torch import save
     from torch import nn
     from transformers import LlamaConfig
-    from yaml import YAMLError
 
     from export.conversion.checkpoint import Checkpoint, open_checkpoint
     from export.gguf.tokenizer import tokenizer_fields
-    from mrp_lightning.commands.parser import load_yaml
     from mrp_lightning.errors import (
         DataError,
         FormatError,
@@ -132,10 +130,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         with suppress(FormatError, OptionError, TargetError):
             gguf_config(file)
 
-    def yaml(directory: Path, data: bytes) -> None:  # noqa: ARG001
-        with suppress(YAMLError, UnicodeDecodeError):
-            load_yaml(data.decode())
-
     def grids(directory: Path, data: bytes) -> None:
         file = directory / "grid.safetensors"
         file.write_bytes(data)
@@ -176,7 +170,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         config,
         packed,
         gguf,
-        yaml,
         grids,
         index,
         modules,
@@ -221,8 +214,6 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
         seeds = [(run / files[name]).read_bytes()]
     elif name == "config":
         seeds = [(run / "config.json").read_bytes()]
-    elif name == "yaml":
-        seeds = [(inputs / "base.yaml").read_bytes(), (inputs / "sweep.yaml").read_bytes()]
     elif name == "gguf":
         seeds = [_small_gguf(inputs)]
     elif name == "tensors":

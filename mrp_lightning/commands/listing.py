@@ -8,8 +8,7 @@ plan.
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,60 +25,21 @@ from mrp_lightning.terminal import Console
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class _PlannedLayer:
-    """A layer that would be pruned; `kind` is the class of its module."""
+def listing_of(options: Namespace) -> dict[str, Any]:
+    """Read the configuration of a command line's model, and list the layers of the model.
 
-    name: str
-    kind: str
-    shape: list[int]
-    parameters: int
-    block: str | None
-
-
-@dataclass(frozen=True)
-class _LeftOut:
-    """A weight of two or more dimensions that would stay dense, and why."""
-
-    name: str
-    shape: list[int]
-    parameters: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The output of `layers --json`.
-
-    Attributes:
-        model: The model as the user named it.
-        model_class: The class of the model.
-        pattern: The pattern of the pruning; `None` if not given.
-        quantization: The method that quantized the checkpoint, `None` for a dense one. `predict`
-            needs dense weights.
-        blocks: The `name` and `class` of each repeated block.
-        layers: The layers that would be pruned, in the order of the blocks; then those outside.
-        skipped: The weights of two or more dimensions that would stay dense.
-        totals: Numbers of `layers`, of their `parameters`, of parameters `removed` by the pattern
-            (`None` without one), `model_parameters`, `fraction_of_model` (parameters /
-            model_parameters), parameters in `skipped` weights, and in `vectors` (norms, biases).
-            Tied weights count once.
-        format_version: Raised when a key changes its meaning.
+    Returns:
+        The output of `layers --json`: the `model` as the user named it, its `model_class`, the
+        `pattern` (`None` if not given) and the method of `quantization` (`None` for a dense
+        checkpoint; `predict` needs dense weights). Lists of `blocks` (`name`, `class`), `layers`
+        that would be pruned, in the order of the pruning (`name`, `kind`, `shape`, `parameters`,
+        `block`), and `skipped` weights of two or more dimensions (`name`, `shape`, `parameters`,
+        `reason`). The `totals` are numbers of `layers`, of their `parameters`, of parameters
+        `removed` by the pattern (`None` without one), `model_parameters`, `fraction_of_model`
+        (parameters / model_parameters), parameters in `skipped` weights, and in `vectors` (norms,
+        biases); tied weights count once. The `format_version` is raised when a key changes its
+        meaning.
     """
-
-    model: str
-    model_class: str
-    pattern: str | None
-    quantization: str | None
-    blocks: list[dict[str, str]]
-    layers: list[_PlannedLayer]
-    skipped: list[_LeftOut]
-    totals: dict[str, Any]
-    format_version: int = FORMAT_VERSION
-
-
-def listing_of(options: Namespace) -> Listing:
-    """Read the configuration of a command line's model, and list the layers of the model."""
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
@@ -99,97 +59,55 @@ def listing_of(options: Namespace) -> Listing:
         raise TargetError(f"`model`: {problem}")
     choice_names = ("targets", "ignore", "blocks", "skip_indivisible")
     choices = {name: getattr(options, name) for name in choice_names}
-    return _list_layers(model, options.model, pattern, **choices)
-
-
-def _list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choices: Any) -> Listing:
-    """List the layers of a model that `make_plan` would prune, and all its other weights.
-
-    Args:
-        model: The model, on any device.
-        source: The name of the model, for the listing.
-        pattern: The pattern of the pruning; `None` for any.
-        **choices: Arguments of `make_plan`, which documents the errors, too.
-    """
     plan = make_plan(model, pattern or Unstructured(0.5), allow_meta=True, **choices)
-    # Layers outside the blocks come last, as in the plan: the callback prunes them after the
-    # blocks.
-    places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
-    layers = [
-        _PlannedLayer(
-            layer.name,
-            type(layer.module).__name__,
-            list(layer.weight.shape),
-            layer.weight.numel(),
-            block,
-        )
-        for block, layer in [*places, *((None, layer) for layer in plan.outside)]
+    # Layers outside the blocks come last: the callback prunes them after the blocks.
+    in_order = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
+    layers: list[dict[str, Any]] = [
+        {
+            "name": layer.name,
+            "kind": type(layer.module).__name__,
+            "shape": list(layer.weight.shape),
+            "parameters": layer.weight.numel(),
+            "block": block,
+        }
+        for block, layer in [*in_order, *((None, layer) for layer in plan.outside)]
     ]
-    num_pruned = sum(layer.parameters for layer in layers)
-    num_vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    return {
+        "model": options.model,
+        "model_class": type(model).__name__,
+        "pattern": None if pattern is None else str(pattern),
+        "quantization": _quantization(config),
+        "blocks": [{"name": b.name, "class": type(b.module).__name__} for b in plan.blocks],
+        "layers": layers,
+        "skipped": list(_left_out(model, plan)),
+        "totals": _totals(model, [layer["parameters"] for layer in layers], pattern),
+        "format_version": FORMAT_VERSION,
+    }
+
+
+def _totals(model: nn.Module, pruned: Sequence[int], pattern: Pattern | None) -> dict[str, Any]:
     # `parameters()` yields tied parameters once, which the totals promise.
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Listing(
-        model=source,
-        model_class=type(model).__name__,
-        pattern=None if pattern is None else str(pattern),
-        quantization=_quantization(getattr(model, "config", None)),
-        blocks=[{"name": b.name, "class": type(b.module).__name__} for b in plan.blocks],
-        layers=layers,
-        skipped=_left_out(model, plan),
-        totals={
-            "layers": len(layers),
-            "parameters": num_pruned,
-            "removed": None if pattern is None else round(num_pruned * pattern.sparsity),
-            "model_parameters": total,
-            "fraction_of_model": num_pruned / total,
-            "skipped": total - num_pruned - num_vectors,
-            "vectors": num_vectors,
-        },
-    )
+    num_vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    num_pruned = sum(pruned)
+    return {
+        "layers": len(pruned),
+        "parameters": num_pruned,
+        "removed": None if pattern is None else round(num_pruned * pattern.sparsity),
+        "model_parameters": total,
+        "fraction_of_model": num_pruned / total,
+        "skipped": total - num_pruned - num_vectors,
+        "vectors": num_vectors,
+    }
 
 
-def write_listing(listing: Listing, *, as_json: bool) -> None:
-    """Write the listing to standard output, as JSON or as tables."""
-    if as_json:
-        sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
-    else:
-        _print_tables(listing)
-
-
-def _print_tables(listing: Listing) -> None:
-    """Print the listing as tables; layers that differ only in their numbers share a row."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    classes = sorted({block["class"] for block in listing.blocks})
-    blocks = counted(len(listing.blocks), "block")
-    where = f"{blocks} ({', '.join(classes)})" if classes else "no blocks"
-    amount = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
-    console.print(f"{listing.model}: {listing.model_class}, {where}")
-    columns = ("name", "kind", "rows × columns", "layers")
-    console.print(_table(f"Would be {amount}", columns, listing.layers))
-    if listing.skipped:
-        columns = ("name", "reason", "shape", "weights")
-        console.print(_table("Would stay dense", columns, listing.skipped))
-    totals = listing.totals
-    console.print(
-        f"{counted(totals['layers'], 'layer')} with {totals['parameters']:,} of "
-        f"{totals['model_parameters']:,} parameters ({totals['fraction_of_model']:.1%})"
-        + ("." if totals["removed"] is None else f"; {totals['removed']:,} would be removed."),
-    )
-    if listing.quantization:
-        console.print(
-            f"The checkpoint is quantized ({listing.quantization}): predict needs dense weights."
-        )
-
-
-def _left_out(model: nn.Module, plan: Plan) -> list[_LeftOut]:
-    """Return the weights of two or more dimensions that the plan does not prune, with reasons."""
+def _left_out(model: nn.Module, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield the weights of two or more dimensions that the plan does not prune, with reasons."""
     # Parameters are compared by identity: experts share one, and a tied one has several names.
     pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
     pruned |= {id(layer.parameter) for layer in plan.outside}
     reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
     inside = {id(module) for block in plan.blocks for module in block.module.modules()}
-    rows = []
     first: dict[int, str] = {}
     for name, module in model.named_modules():
         for weight, parameter in module.named_parameters(prefix=name, recurse=False):
@@ -208,8 +126,13 @@ def _left_out(model: nn.Module, plan: Plan) -> list[_LeftOut]:
                 chosen = "left out by `targets` or `ignore`"
                 outside = "outside the blocks; `targets` can name it"
                 reason = chosen if id(module) in inside else outside
-            rows.append(_LeftOut(weight, list(parameter.shape), parameter.numel(), reason))
-    return rows
+            shape = list(parameter.shape)
+            yield {
+                "name": weight,
+                "shape": shape,
+                "parameters": parameter.numel(),
+                "reason": reason,
+            }
 
 
 def _quantization(config: Any) -> str | None:
@@ -220,19 +143,47 @@ def _quantization(config: Any) -> str | None:
     return str(settings.get("quant_method", "unknown method"))
 
 
-def _table(title: str, columns: Sequence[str], listed: Iterable[Any]) -> Table:
+def write_listing(listing: Mapping[str, Any], *, as_json: bool) -> None:
+    """Write the listing to standard output, as JSON or as tables."""
+    if as_json:
+        sys.stdout.write(json.dumps(listing, indent=2) + "\n")
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    classes = sorted({block["class"] for block in listing["blocks"]})
+    blocks = counted(len(listing["blocks"]), "block")
+    where = f"{blocks} ({', '.join(classes)})" if classes else "no blocks"
+    console.print(f"{listing['model']}: {listing['model_class']}, {where}")
+    to = f" to {listing['pattern']}" if listing["pattern"] else ""
+    console.print(
+        _table(f"Would be pruned{to}", ("kind", "rows × columns", "layers"), listing["layers"])
+    )
+    if listing["skipped"]:
+        columns = ("reason", "shape", "weights")
+        console.print(_table("Would stay dense", columns, listing["skipped"]))
+    totals = listing["totals"]
+    console.print(
+        f"{counted(totals['layers'], 'layer')} with {totals['parameters']:,} of "
+        f"{totals['model_parameters']:,} parameters ({totals['fraction_of_model']:.1%})"
+        + ("." if totals["removed"] is None else f"; {totals['removed']:,} would be removed."),
+    )
+    if method := listing["quantization"]:
+        console.print(f"The checkpoint is quantized ({method}): predict needs dense weights.")
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for all items of one name (without numbers), kind and shape."""
-    name, attribute, shape, number = columns
-    groups: dict[tuple[str, str, str], list[Any]] = {}
-    for one in listed:
-        size = " × ".join(map(str, one.shape))
-        shared = (without_numbers(one.name), getattr(one, attribute), size)
-        groups.setdefault(shared, []).append(one)
+    kind, shape, number = columns
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for row in rows:
+        size = " × ".join(map(str, row["shape"]))
+        groups.setdefault((without_numbers(row["name"]), row[kind], size), []).append(
+            row["parameters"]
+        )
     table = Table(title=title, title_justify="left")
-    for column in (name, attribute, shape):
+    for column in ("name", kind, shape):
         table.add_column(column, overflow="fold")
     for column in (number, "parameters"):
         table.add_column(column, justify="right")
-    for shared, rows in groups.items():
-        table.add_row(*shared, f"{len(rows)}", f"{sum(row.parameters for row in rows):,}")
+    for shared, sizes in groups.items():
+        table.add_row(*shared, str(len(sizes)), f"{sum(sizes):,}")
     return table

@@ -1,6 +1,5 @@
 """The parser of YAML files and of arguments of classes: jsonargparse's, and stricter YAML."""
 
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,14 +11,12 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.upstream.other_names import empty_groups_without_options, take_strings
+from mrp_lightning.upstream.other_names import take_strings
 
 # Reading attribute docstrings, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
 set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
 
-_MOST_VALUES = 100_000
-"""The largest number of values in a YAML file, its aliases expanded."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -47,14 +44,6 @@ class Parser(ArgumentParser):
             files = ", ".join(word for word in words if word.endswith(_SUFFIXES))
             raise OptionError(f"{files}, or a file named there, is no UTF-8: {error}.") from error
 
-    def parse_string(self, *args: Any, **kwargs: Any) -> Namespace:
-        """Read a configuration; refuse a key of no option also if its value is an empty mapping."""
-        values: Namespace = super().parse_string(*args, **kwargs)
-        if unknown := empty_groups_without_options(self, values):
-            names = ", ".join(f"`{key}`" for key in unknown)
-            raise OptionError(f"there is no option {names}, whose value is an empty mapping.")
-        return values
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise an `OptionError` with jsonargparse's message."""
         if not self.exit_on_error:  # an inner parser, whose outer parser reports
@@ -77,28 +66,12 @@ def load_yaml(text: str) -> Any:
     """Return the value of a YAML document without tags that call anything.
 
     Raises:
-        YAMLError: It is no YAML, has a mapping with equal keys, is nested too deeply, or stands by
-            its aliases for more than `_MOST_VALUES` values.
+        YAMLError: It is no YAML, has a mapping with equal keys, or is nested too deeply.
     """
     try:
-        value = yaml.load(text, _StrictLoader)
-        number = _num_values(value, {})
+        return yaml.load(text, _StrictLoader)
     except RecursionError:
         raise yaml.YAMLError("its values are nested too deeply") from None
-    if number > _MOST_VALUES:
-        raise yaml.YAMLError(f"its aliases stand for more than {_MOST_VALUES:,} values")
-    return value
-
-
-def _num_values(value: Any, numbers: dict[int, float]) -> float:
-    """Count the values in a value, infinitely many in one that holds itself; linear in its size."""
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in numbers:
-        numbers[id(value)] = math.inf
-        inner = value.values() if isinstance(value, dict) else value
-        numbers[id(value)] = 1 + sum(_num_values(each, numbers) for each in inner)
-    return numbers[id(value)]
 
 
 _load_as_before = get_loader("yaml")

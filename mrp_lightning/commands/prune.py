@@ -1,6 +1,5 @@
 """`mrp-lightning prune MODEL`: prune, compare with the dense model, save, convert."""
 
-import re
 import shlex
 import sys
 from argparse import Namespace
@@ -36,9 +35,6 @@ _RECIPES: dict[str, dict[str, Any]] = {
 
 _COLUMNS = 128
 """The default block size, reduced to a multiple of the pattern's group."""
-
-_OF_CODE = re.compile("code|stdlib", re.IGNORECASE)
-"""Words in the names of models of program code, for which a story is no prompt."""
 
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = (
@@ -100,7 +96,7 @@ def main(args: list[str]) -> None:
         )
     assert callback.save_dir is not None
     is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
-    steps = _next_steps(out, conversions, settings, is_causal, Path(options.model).name)
+    steps = _next_steps(out, conversions, settings, is_causal)
     console.print(problem or steps, soft_wrap=True)
 
 
@@ -210,37 +206,19 @@ def _default_out(options: Namespace, settings: "Settings") -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _conversion_for(settings: "Settings", directory: str) -> list[str]:
-    """Return the command that converts a pruned model for what runs it, and what it writes."""
-    from mrp_lightning.solver.patterns import Dense
-
-    if settings.structure is not None:
-        return [f"  mrp-lightning gguf {directory}", "      writes it for llama.cpp"]
-    pattern, grid = settings.recipe.pattern, settings.recipe.grid
-    if grid is not None and grid.name is not None:  # a type of an engine
-        if grid.name.startswith("int"):
-            export = f"  mrp-lightning export {directory} --format compressed-tensors"
-            return [export, "      writes it for vLLM, without rounding again"]
-        return [
-            f"  mrp-lightning gguf {directory}",
-            f"      writes it for llama.cpp in {grid.name}, without rounding again",
-        ]
-    if isinstance(pattern, Dense):
-        return [f"  mrp-lightning export {directory}", "      stores the codes in their bits"]
-    return [
-        f"  mrp-lightning export {directory}",
-        "      packs it without its zeros: smaller, and faster where a kernel supports it",
-    ]
+def _conversion_for(settings: "Settings") -> tuple[str, str]:
+    """Return the command that converts a pruned model for what runs it, and its options."""
+    grid = settings.recipe.grid
+    name = "" if grid is None else grid.name or ""  # that of a type of an engine
+    if settings.structure is not None or (name and not name.startswith("int")):
+        return "gguf", ""
+    return "export", " --format compressed-tensors" if name else ""
 
 
 def _next_steps(
-    out: Path,
-    conversions: "Sequence[Conversion]",
-    settings: "Settings",
-    is_causal: bool,
-    name: str,
+    out: Path, conversions: "Sequence[Conversion]", settings: "Settings", is_causal: bool
 ) -> str:
-    """Return the next steps as commands; the model's `name` decides the prompt."""
+    """Return the next steps as commands."""
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
     kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"
@@ -254,10 +232,9 @@ def _next_steps(
         else:
             runnable = result
     if not conversions:
-        lines += _conversion_for(settings, directory)
-    if is_causal and _OF_CODE.search(name):
-        lines.append(f'  mrp-lightning generate {runnable} --prompt "import os"')
-    elif is_causal:
+        command, options = _conversion_for(settings)
+        lines.append(f"  mrp-lightning {command} {directory}{options}")
+    if is_causal:
         lines += [
             f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',
             f"  mrp-lightning zeroshot {directory} --tasks hellaswag,piqa",

@@ -27,8 +27,7 @@ from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.journal.manifest import differences
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
-from mrp_lightning.models.gguf import dequantized_once, located
-from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.gguf import dequantized_once
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, read, record
 from mrp_lightning.records.report import NAME as REPORT
@@ -127,15 +126,13 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
             f"{', '.join(without)}. Delete these runs to repeat them.",
             soft_wrap=True,
         )
-    reasons = {name: _why_no_model(name, sweep) for name in dict.fromkeys(t.model for t in waiting)}
-    failed = {trial: reason for trial in waiting if (reason := reasons[trial.model])}
-    work = [trial for trial in waiting if trial not in failed]
+    failed: dict[Trial, str] = {}
     # The trials of a model are adjacent, as `Sweep.trials` lists them, which `groupby` needs.
-    for _, of_model in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
+    for _, of_model in groupby(enumerate(waiting, start=1), key=lambda pair: pair[1].model):
         numbered = list(of_model)
         with dequantized_once(loads=len(numbered)):
             for number, trial in numbered:
-                position = f"[{number}/{len(work)}]"
+                position = f"[{number}/{len(waiting)}]"
                 console.print(f"{position} {trial.directory} …", soft_wrap=True)
                 try:
                     result = _make(trial, sweep, tasks)
@@ -350,22 +347,6 @@ def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirecto
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."
         )
-
-
-def _why_no_model(model: str, sweep: Sweep) -> str | None:
-    """Return the reason why a model cannot be loaded, by its configuration alone, or `None`."""
-    options = configure(Trial(model), sweep).config.model
-    if "class_path" in options:
-        return "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
-    source = options.model
-    if not isinstance(source, str):
-        return None
-    try:
-        source = located(source, options.gguf_file, options.revision)
-        load_config(source, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    except (FileNotFoundError, FormatError, OptionError) as error:
-        return str(error)
-    return None
 
 
 def _nested(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:

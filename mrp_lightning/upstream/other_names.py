@@ -142,23 +142,6 @@ def take_strings(parser: Any) -> None:
             action._enable_path = False
 
 
-def empty_groups_without_options(parser: Any, values: Any) -> list[str]:
-    """Return the keys of empty mappings that belong to no option, such as a misspelt group.
-
-    Seen in jsonargparse 4.53, which checks the keys of values alone. Subcommands check their own
-    keys. Replacement: its own error.
-    """
-    from jsonargparse._actions import _ActionConfigLoad
-
-    groups = [x.dest for x in parser._actions if isinstance(x, _ActionConfigLoad)]
-    options = [x.dest for x in parser._actions if not isinstance(x, _ActionConfigLoad)]
-    options += parser._subcommands_action.choices if parser._subcommands_action else []
-    # Keys below an option are its value's, such as the arguments of a class.
-    known = tuple(f"{name}." for name in options)
-    empty = [key for key, value in values.items(branches=True) if value == type(values)()]
-    return [key for key in empty if key not in groups and not f"{key}.".startswith(known)]
-
-
 def options_of(parser: Any) -> dict[str, Any]:
     """Return the options of a parser, with their dashes, and the type of each.
 

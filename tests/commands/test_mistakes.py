@@ -60,8 +60,6 @@ def test_predict_with_nothing_that_prunes(callbacks, arguments, capsys):
         ("data: {num_sample: 3}", "num_sample"),
         ("data: {num_samples: many}", "many"),
         ("dta: {num_samples: 3}", "dta"),
-        ("dta: {}", "`dta`"),
-        ("data: {num_sample: {}}", "`data.num_sample`"),
         ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback"),
         (
             "trainer: {callbacks: "
@@ -99,7 +97,6 @@ def test_a_mistake_in_an_option(option, meant, arguments, capsys):
     [
         (["models: {tiny: {options: {}}}", "seed: 3"], "seed"),
         (["models: {tiny: {optons: {}}}"], "required: options"),
-        (["models: {tiny: {options: {}}}", "modles: {}"], "`modles`"),
         (["models: {tiny: {options: {}}}", "vary: 3"], "vary"),
         (["models: {tiny: {options: {}}}", "out: here"], "given twice: out"),
     ],

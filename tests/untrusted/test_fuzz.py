@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 from torch import nn
-from yaml import YAMLError
 
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
-from mrp_lightning.commands.parser import load_yaml
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.models.damage import damaged_files
@@ -158,16 +155,6 @@ def test_configurations(values):
     except FormatError:
         return
     assert not isinstance(values.get("num_hidden_layers"), int) or values["num_hidden_layers"] < 1e5
-
-
-@ALWAYS_THE_SAME
-@given(st.text(alphabet="ab:&*[]{}!?-|>'\"#%@\n ,\x07", max_size=40) | st.binary(max_size=30))
-def test_yaml(text):
-    try:
-        value = load_yaml(text if isinstance(text, str) else text.decode())
-    except (YAMLError, UnicodeDecodeError):
-        return
-    assert value == yaml.safe_load(text)
 
 
 def spoilt(draw: Any, content: bytes) -> bytes:
