@@ -154,6 +154,10 @@ def _check_inputs_and_outputs(sweep: Sweep, waiting: Sequence[Trial]) -> None:
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
         config = configure(trial, sweep).config
         _check_batches(config.trainer)
+        if "class_path" in config.model:
+            raise OptionError(
+                "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
+            )
         data = TextDataModule(**config.data.as_dict())  # refuses missing files
         data.local_files("test")
         if trial.method is not None:
