@@ -15,6 +15,7 @@ from torch import nn
 
 from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
+from export.conversion.claims import Claims
 from export.conversion.compressed import check_compressed, choose_compressed, write_compressed
 from export.conversion.integer_layouts import LAYOUTS, IntegerLayout
 from export.conversion.loading_check import load_with_transformers
@@ -26,6 +27,7 @@ from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError
+from mrp_lightning.solver.grid import Grid
 from mrp_lightning.storage.files import output_path
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_sparse.formats.bitmask import BITMASK
@@ -296,6 +298,31 @@ TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
 """The formats by their names for `--format`."""
 
 
+def engine_grid(checkpoint: str) -> Grid | None:
+    """Return the grid of an engine on which a run put its weights, `None` if it is on none."""
+    run = Path(checkpoint).expanduser()
+    grid = Claims.read(run).grid if (run / "config.json").is_file() else None
+    return grid if grid is not None and grid.engine is not None else None
+
+
+def _default_target(options: PackingOptions) -> Target:
+    """Return the format of the engine on whose grid a run put its weights, else a packed one.
+
+    Raises:
+        OptionError: The grid is one of llama.cpp, whose files `mrp-lightning gguf` writes.
+    """
+    grid = engine_grid(options.checkpoint)
+    if grid is None:
+        return Packed(None)
+    if grid.engine == "vLLM":
+        return TARGETS["compressed-tensors"]
+    raise OptionError(
+        f"{options.checkpoint} is on llama.cpp's grid {grid}, whose file `mrp-lightning gguf` "
+        "writes, and so does `export` with no option but `--out` and `--overwrite`. A `--format` "
+        "stores the weights in 16 bits or more."
+    )
+
+
 def convert(options: PackingOptions) -> Report:
     """Export a checkpoint, compare the result with its source, and print and return the report.
 
@@ -308,7 +335,7 @@ def convert(options: PackingOptions) -> Report:
         OptionError: Options contradict each other, the source or this machine.
         FileExistsError: The output exists.
     """
-    target: Target = TARGETS[options.format] if options.format else Packed(None)
+    target: Target = TARGETS[options.format] if options.format else _default_target(options)
     target.require(options)
     device = device_named(options.device)
     # The output is checked early if its name is known without reading the checkpoint. Otherwise it

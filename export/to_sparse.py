@@ -1,10 +1,12 @@
 """`python -m export.to_sparse CKPT`: pack a pruned checkpoint, and prove it equal."""
 
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from export import to_gguf
 from mrp_lightning.commands.command import CommandParser, exit_on_mistake
 
 FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors", "gptq")
@@ -22,7 +24,7 @@ def main(args: Sequence[str] | None = None) -> None:
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.checkpoint import silence_transformers
-        from export.packing import PackingOptions, convert
+        from export.packing import PackingOptions, convert, engine_grid
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         silence_transformers()
@@ -30,7 +32,17 @@ def main(args: Sequence[str] | None = None) -> None:
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
             values = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
-            convert(PackingOptions(**values))
+            chosen = PackingOptions(**values)
+            plain = PackingOptions(
+                checkpoint=chosen.checkpoint, out=chosen.out, overwrite=chosen.overwrite
+            )
+            grid = engine_grid(chosen.checkpoint) if chosen == plain else None
+            if grid is not None and grid.engine == "llama.cpp":
+                sys.stdout.write(f"The weights are on llama.cpp's grid {grid}: a GGUF file.\n")
+                out = [] if chosen.out is None else ["--out", chosen.out]
+                to_gguf.main([chosen.checkpoint, *out, *["--overwrite"] * chosen.overwrite])
+            else:
+                convert(chosen)
 
 
 def _parser() -> Any:
@@ -47,21 +59,22 @@ def _parser() -> Any:
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
         "keeps the zeros, for software that knows no sparsity; torchao is 2:4, multiplied by "
         "torchao on a CUDA device; compressed-tensors and gptq are for vLLM and SGLang, of 4 or 8 "
-        "bits (default: bitmask4 where the report says `bits` of 3 or 4, packed where the "
-        "checkpoint is 2:4, else bitmask)"
+        "bits (default: the file of the engine whose `grid` the run has, compressed-tensors or "
+        "GGUF; bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is "
+        "2:4, else bitmask)"
     )
     option("--format", choices=FORMATS, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")
     text = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
-    option("--skip", nargs="+", default=[], metavar="PATTERN", help=text)
+    option("--skip", nargs="+", default=(), metavar="PATTERN", help=text)
     text = "leave layers dense that were to be pruned and are not"
     option("--allow-partial", action="store_true", help=text)
     text = "write nothing: check the source, and compare it with --out if that exists"
     option("--check-only", action="store_true", help=text)
     text = "text or .jsonl to compare logits on (default: the embedded text)"
-    option("--text", nargs="+", default=[], metavar="FILE", help=text)
+    option("--text", nargs="+", default=(), metavar="FILE", help=text)
     option("--device", help="where to compare (default: cuda if present)")
     return parser
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mrp_lightning.commands.comparison import Conversion
     from mrp_lightning.commands.distillation import DistilledPruning
     from mrp_lightning.pruning.settings import Settings
+    from mrp_lightning.solver.grid import Grid
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
@@ -75,7 +76,7 @@ def main(args: list[str]) -> None:
         parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):
-        conversions = _conversions(options, out)
+        conversions = _conversions(options, out, settings.recipe.grid)
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
         callback = PruningCallback(
             save_dir=out,
@@ -165,16 +166,29 @@ def _distilled(
     )
 
 
-def _conversions(options: Namespace, out: Path) -> list["Conversion"]:
-    """Return the commands that convert the result."""
+def _conversions(options: Namespace, out: Path, grid: "Grid | None") -> list["Conversion"]:
+    """Return the commands that convert the result, whose weights are on a grid.
+
+    Raises:
+        OptionError: `--gguf` names no such file, or `--pack` is given for a grid of llama.cpp.
+    """
     from mrp_lightning.commands.comparison import Conversion
 
     again = ["--overwrite"] * options.overwrite
     conversions = []
-    if options.pack or options.format:
-        form = ["--format", options.format] if options.format else []
-        packed = out.with_name(f"{out.name}-{options.format or 'packed'}")
-        conversions.append(Conversion("export", packed, [*form, *again]))
+    form = options.format
+    if options.pack and form is None and grid is not None and grid.engine is not None:
+        if grid.engine == "llama.cpp":
+            raise OptionError(
+                f"{grid} is a type of llama.cpp. Write its file by `--gguf OUT.gguf`, or name a "
+                "`--format`.",
+                "pack",
+            )
+        form = "compressed-tensors"
+    if options.pack or form:
+        packed = out.with_name(f"{out.name}-{form or 'packed'}")
+        chosen = ["--format", form] if form else []
+        conversions.append(Conversion("export", packed, [*chosen, *again]))
     if options.gguf:
         if options.gguf.suffix != ".gguf":
             raise OptionError(f"expected a file that ends in .gguf. Got {options.gguf}.", "gguf")
@@ -206,13 +220,11 @@ def _default_out(options: Namespace, settings: "Settings") -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _conversion_for(settings: "Settings") -> tuple[str, str]:
-    """Return the command that converts a pruned model for what runs it, and its options."""
+def _conversion_for(settings: "Settings") -> str:
+    """Return the command that converts a pruned model for what runs it."""
     grid = settings.recipe.grid
-    name = "" if grid is None else grid.name or ""  # that of a type of an engine
-    if settings.structure is not None or (name and not name.startswith("int")):
-        return "gguf", ""
-    return "export", " --format compressed-tensors" if name else ""
+    is_of_llama_cpp = grid is not None and grid.engine == "llama.cpp"
+    return "gguf" if settings.structure is not None or is_of_llama_cpp else "export"
 
 
 def _next_steps(
@@ -232,8 +244,7 @@ def _next_steps(
         else:
             runnable = result
     if not conversions:
-        command, options = _conversion_for(settings)
-        lines.append(f"  mrp-lightning {command} {directory}{options}")
+        lines.append(f"  mrp-lightning {_conversion_for(settings)} {directory}")
     if is_causal:
         lines += [
             f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',

@@ -46,18 +46,18 @@ def model_card(
         num_bytes: The bytes of the weights, if they are known.
     """
     totals, config = report.totals, report.config
-    narrowed, bits = report.narrowed, config.get("bits")
+    narrowed = report.narrowed
     # A local directory means nothing to the hub, and may be private.
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
     trained = report.provenance.get("trained", {})
     lines = [
-        _how(None if "removed" in narrowed else config["method"], trained),
+        _how(None if "removed" in narrowed else config["method"], trained, _removes(config)),
         "",
         *([f"- base model: `{name}`"] if name else []),
-        *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
+        *(_narrowed(narrowed, totals) if narrowed else _done(totals, _removes(config))),
         *([f"- bytes of the weights: {num_bytes:,}"] if num_bytes is not None else []),
-        *([f"- the others in {bits} bits and a scale for {config['group_size']}"] if bits else []),
+        *_grid(config),
         *(
             [f"- the output head on the grid `{config['head_grid']}`"]
             if config.get("head_grid")
@@ -203,6 +203,11 @@ def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str
     return str(card)
 
 
+def _removes(config: Mapping[str, Any]) -> bool:
+    """Return whether a run removes weights, and does not only put them on a grid."""
+    return any(config.get(key) for key in ("sparsity", "pattern", "structure"))
+
+
 def _kind(config: Mapping[str, Any]) -> str:
     """Return the sparsity and the bits of a model, for the title."""
     sparsity, pattern, bits = (config.get(key) for key in ("sparsity", "pattern", "bits"))
@@ -211,30 +216,46 @@ def _kind(config: Mapping[str, Any]) -> str:
     if structure := config.get("structure"):
         pruned = f"without {100 * (sparsity or 0):.3g}% of the {structure}"
     quantised = f"quantised to {bits} bits" if bits else None
+    if grid := config.get("grid"):
+        quantised = f"quantised to {grid}"
     if not (pruned or quantised):
         quantised = f"with its head in {config['head_grid']}"
     return " and ".join(filter(None, [pruned, quantised]))
 
 
-def _how(method: str | None, trained: dict[str, Any]) -> str:
+def _how(method: str | None, trained: dict[str, Any], removes: bool) -> str:
+    done = "Pruned" if removes else "Quantised"
     by = f"with mrp-lightning{'' if method is None else f' (method `{method}`)'}"
     if not trained:
-        return f"Pruned after training, without retraining, {by}."
+        return f"{done} after training, without retraining, {by}."
     return (
-        f"Pruned {by}, then trained for {trained['steps']:,} "
+        f"{done} {by}, then trained for {trained['steps']:,} "
         "steps with the removed weights kept at zero. What is said of the layers' errors is from "
         "before that training."
     )
 
 
-def _removed(totals: Mapping[str, Any]) -> list[str]:
-    """Return the lines on the removed weights."""
+def _done(totals: Mapping[str, Any], removes: bool) -> list[str]:
+    """Return the lines on the layers, and on the weights that were removed if any were to be."""
     share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
-    return [
-        f"- layers pruned: {totals['layers']}{share}; left dense: {totals['skipped']}",
-        f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
-        f"({totals['sparsity']:.2%})",
-    ]
+    done = "pruned" if removes else "quantised"
+    lines = [f"- layers {done}: {totals['layers']}{share}; left dense: {totals['skipped']}"]
+    if removes:
+        lines += [
+            f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
+            f"({totals['sparsity']:.2%})"
+        ]
+    return lines
+
+
+def _grid(config: Mapping[str, Any]) -> list[str]:
+    """Return the line on the grid of the weights that are kept; none if they are on none."""
+    whose = "the others" if _removes(config) else "their weights"
+    if grid := config.get("grid"):
+        return [f"- {whose} on the grid `{grid}`"]
+    if bits := config.get("bits"):
+        return [f"- {whose} in {bits} bits and a scale for {config['group_size']}"]
+    return []
 
 
 def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:

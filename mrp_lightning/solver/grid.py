@@ -144,6 +144,13 @@ class Grid:
         return self.name is not None
 
     @property
+    def engine(self) -> str | None:
+        """The engine whose type this is: "vLLM" for integers, "llama.cpp", or none."""
+        if self.name is None:
+            return None
+        return "vLLM" if self.name.startswith("int") else "llama.cpp"
+
+    @property
     def columns_together(self) -> int:
         """The number of columns that are stored together: those of the groups with one unit."""
         return self.group_size * self.together

@@ -70,8 +70,9 @@ def test_a_name_that_rich_would_read_is_shown_as_it_is(tiny_llama, text, capsys)
     [
         ({"sparsity": 0.5}, "export out"),
         ({"sparsity": 0.5, "bits": 4}, "export out"),
+        ({"bits": 4}, "export out"),
         ({"grid": "q4_0"}, "gguf out"),
-        ({"grid": "int4-g64"}, "export out --format compressed-tensors"),
+        ({"grid": "int4-g64"}, "export out"),
         ({"sparsity": 0.3, "structure": "neurons", "method": "SM"}, "gguf out"),
         ({"sparsity": 0.3, "structure": "blocks", "method": "SM"}, "gguf out"),
     ],
@@ -80,6 +81,16 @@ def test_the_next_step_converts_for_what_runs_the_model(settings, command):
     settings = Settings(**{"method": "JM", **settings})
     steps = _next_steps(Path("out"), [], settings, True).splitlines()
     assert steps[1].removeprefix("  mrp-lightning ") == command
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--grid=iq4_nl", "--pack"], "`--pack`: iq4_nl is a type of llama.cpp")],
+)
+def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", str(tiny_llama), *options])
+    assert message in capsys.readouterr().err
 
 
 def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, capsys):

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import MRPCallback
 from export.to_gguf import main
+from export.to_sparse import main as export
 from mrp_lightning import CausalLM, Trainer, prune_weight
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
@@ -135,6 +136,21 @@ def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, tmp_path, c
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=ours.dtype)
     for name, weight in ours.state_dict().items():
         assert torch.equal(weight, theirs.state_dict()[name]), name
+
+
+def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, tmp_path, capsys):
+    run = pruned(source, tmp_path / "run", grid="q5_0", pattern="2:4")
+    export([str(run)])
+    shown = capsys.readouterr().out
+    assert "on llama.cpp's grid q5_0" in shown
+    assert "holds the weights of the checkpoint to the bit" in shown
+    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
+    assert stored["blk.0.ffn_down.weight"].tensor_type.name == "Q5_0"
+    with pytest.raises(SystemExit):  # an option that the file has not
+        export([str(run), "--skip", "lm_head"])
+    assert "whose file `mrp-lightning gguf` writes" in capsys.readouterr().err
+    export([str(run), "--format", "packed"])
+    assert (tmp_path / "run-sparse24" / "config.json").is_file()
 
 
 def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_path, capsys):

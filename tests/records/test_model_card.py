@@ -51,6 +51,19 @@ def test_it_names_base_model_data_recipe_and_command(report):
     }
 
 
+@pytest.mark.parametrize("sparsity", [None, 0.5])
+def test_a_model_on_a_grid_is_called_pruned_only_where_weights_were_removed(report, sparsity):
+    report.config = {"method": "JM", "grid": "int4-g64", "sparsity": sparsity}
+    card = model_card(report, "facebook/opt-125m")
+    assert "quantised to int4-g64" in card
+    assert "on the grid `int4-g64`" in card
+    assert "its head" not in card
+    assert (
+        ("Pruned after training" in card) == ("weights removed in them" in card) == bool(sparsity)
+    )
+    assert ("Quantised after training" in card) == (not sparsity)
+
+
 def test_a_directory_is_named_without_its_place(report, tmp_path):
     (tmp_path / "mine").mkdir()
     card = model_card(report, str(tmp_path / "mine"))
