@@ -38,7 +38,7 @@ def convert(options: Namespace) -> Path:
         FileExistsError: The file exists, and may not be replaced.
         FileNotFoundError: The checkpoint or the file of `--like` does not exist.
         DependencyError: The package gguf is not installed.
-        FormatError: The file with the minima of the weights is missing; see also `write_gguf`.
+        FormatError: The file with the scales of the weights is missing; see also `write_gguf`.
         OptionError: `--out` or `--like` is no GGUF file, or both are one; see also `write_gguf`.
         ParityError: See `write_gguf`.
     """
@@ -54,13 +54,13 @@ def convert(options: Namespace) -> Path:
     run = Path(options.checkpoint).expanduser().resolve()
     claims = Claims.read(run)
     kind = options.type or ("auto" if claims.grids else "bf16")
-    minima = [str(grid) for grid in claims.grids if grid.minimum]
-    # Weights on a grid with minima do not determine the minima to the bit, so that the file of the
+    needing = [str(grid) for grid in claims.grids if grid.needs_parameters]
+    # Weights on such a grid do not determine minima and units to the bit, so that the file of the
     # parameters is needed. It is looked for before the checkpoint is read.
-    if minima and kind in ("auto", *minima) and not (run / PARAMETERS).is_file():
+    if needing and kind in ("auto", *needing) and not (run / PARAMETERS).is_file():
         raise errors.FormatError(
-            f"{run / PARAMETERS} is missing: without the minima that the pruning kept there, the "
-            f"weights of {run.name} cannot be stored as {minima[0]}. Copy the directory with it, "
+            f"{run / PARAMETERS} is missing: without the scales that the pruning kept there, the "
+            f"weights of {run.name} cannot be stored as {needing[0]}. Copy the directory with it, "
             "prune again, or round the weights to another --type."
         )
     out = Path(

@@ -160,6 +160,11 @@ class Grid:
         return not self.whole_groups or columns % self.columns_together == 0
 
     @property
+    def needs_parameters(self) -> bool:
+        """Whether codes follow from the values of a weight only with its known parameters."""
+        return self.minimum or self.steps is not None
+
+    @property
     def holds_zero(self) -> bool:
         """Whether zero is a code in each group; False with minima, where its code may differ."""
         return 0 in self.codebook and not self.minimum

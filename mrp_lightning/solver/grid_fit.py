@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ def decompose(
 
     Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that of the
     smallest codes is taken, for grids with a name that of the largest. A group of zeros has the
-    scale 1, or 0 if no code is zero; next to others that share its unit, the unit.
+    scale 1, or 0 if no code is zero.
 
     Args:
         grid: The grid.
@@ -30,8 +29,8 @@ def decompose(
         The codes, int8 (rows, columns), and the scales, float32 (rows, groups).
 
     Raises:
-        FormatError: Some group of a row has no such scale, or the grid has minima and they are not
-            `known`; the message names the first group.
+        FormatError: Some group of a row has no such scale, or the grid has minima or units and they
+            are not `known`; the message names the first group.
     """
     codes, scales, fits = fit_groups(grid, weight, known)
     if not bool(fits.all()):
@@ -57,8 +56,8 @@ def fit_groups(
     Returns:
         The codes, int8 (rows, columns), the scales, float32 (rows, groups), and bool
         (rows, groups), True for the groups whose codes and scales give the weight exactly. Codes
-        and scales of the others mean nothing. Values alone do not determine minima, so that no
-        group of a grid with minima fits without `known` parameters.
+        and scales of the others mean nothing. Values alone do not determine minima and units, so
+        that no group of a grid with these fits without `known` parameters.
     """
     rows, columns = weight.shape
     scales = torch.ones(rows, grid.groups(columns), device=weight.device)
@@ -66,14 +65,13 @@ def fit_groups(
     if known is not None and (known_codes := grid.codes_of(weight, known)) is not None:
         return known_codes, known.scales.to(scales), fits
     codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
-    if grid.minimum:
+    if grid.needs_parameters:
         return codes, scales, ~fits
-    fit = _fit_scales if grid.steps is None else _fit_units
     for some in row_ranges(rows, columns):
         share = weight[some].detach()
         values = grid.grouped(share.to(torch.promote_types(weight.dtype, torch.float32)))
         peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
-        chosen, factors, fits[some] = fit(grid, values, peaks, weight.dtype)
+        chosen, factors, fits[some] = _fit_scales(grid, values, peaks, weight.dtype)
         codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
         scales[some] = factors.float()
     return codes, scales, fits
@@ -134,89 +132,6 @@ def _candidates(grid: Grid, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple
         centre = grid.round_scales(peaks / code)
         for steps in _nearest_first(span):
             yield code, grid.scales.shift(centre.abs(), steps).copysign(centre)
-
-
-def _fit_units(
-    grid: Grid, values: Tensor, peaks: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit groups whose scales share units, found from the largest peaks; see `_fit_scales`."""
-    search = _UnitSearch(grid, values, peaks, dtype)
-    search.run()
-    fits = search.fits[:, None].expand_as(search.scales).reshape(peaks.shape)
-    return search.codes.view(values.shape), search.scales.view(peaks.shape), fits
-
-
-class _UnitSearch:
-    """The search for the units that some groups of a row share.
-
-    Attributes:
-        codes: (units, groups, group_size).
-        scales: (units, groups).
-        fits: bool (units,), True if all groups of the unit fit.
-    """
-
-    def __init__(self, grid: Grid, values: Tensor, peaks: Tensor, dtype: torch.dtype) -> None:
-        self._grid, self._dtype = grid, dtype
-        self._values = values.unflatten(1, (-1, grid.together)).flatten(0, 1)
-        self._peaks = peaks.view(-1, grid.together)
-        farthest = self._peaks.abs().argmax(1, keepdim=True)
-        self._largest = self._peaks.gather(1, farthest)[:, 0]
-        self.codes, self.scales = torch.zeros_like(self._values), torch.ones_like(self._peaks)
-        self.fits = self._largest == 0  # zeros fit with any unit
-        # A group holds at most as many values as there are codes: this refuses most other weights.
-        in_order = self._values.sort(2).values
-        distinct = 1 + (in_order[..., 1:] != in_order[..., :-1]).sum(2)
-        self._waiting = (distinct <= len(grid.codebook)).all(1) & ~self.fits
-
-    def run(self) -> None:
-        """Try all units that can give the largest weight, until no group waits."""
-        assert self._grid.steps is not None
-        steps = range(self._grid.steps[0], self._grid.steps[1] + 1)
-        products = {code * step for code, step in product(self._grid.codebook, steps)} - {0}
-        # 1. The largest weight is code · step · unit for one of these products, up to the rounding
-        #    to the dtype, which leaves a few neighbours of a unit.
-        # 2. The farthest come first: `Grid.choose_units` gives the largest scale the farthest step.
-        farthest_first = sorted(products, key=abs, reverse=True)
-        span = _span(self._grid, self._dtype)
-        for factor, shift in product(farthest_first, _nearest_first(span)):
-            if not bool(self._waiting.any()):
-                break
-            self._try_units(factor, shift)
-
-    def _try_units(self, factor: int, shift: int) -> None:
-        """Try, for all that wait, the unit `shift` numbers beside the largest weight / `factor`."""
-        scales = self._grid.scales
-        indices = self._waiting.nonzero()[:, 0]
-        units = self._largest[indices] / factor
-        units = scales.shift(scales.round(units.abs()), shift).copysign(units)
-        possible = (factor * units).to(self._dtype) == self._largest[indices]
-        indices, units = indices[possible], units[possible]
-        # All groups of a unit must fit, so that one or two of them refuse most units.
-        for groups in (slice(0, 1), slice(1, 2), slice(None)):
-            if not len(indices):
-                return
-            codes, of_groups, fits = self._fit(indices, groups, units[:, None])
-            indices, units = indices[fits], units[fits]
-        self.codes[indices], self.scales[indices] = codes[fits], of_groups[fits]
-        self.fits[indices], self._waiting[indices] = True, False
-
-    def _fit(self, indices: Tensor, groups: slice, units: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes and scales of some groups with known units (n, 1).
-
-        The third is bool (n,), True where all of these groups fit.
-        """
-        values, peaks = self._values[indices, groups], self._peaks[indices, groups]
-        scales, codes = units.expand_as(peaks).clone(), torch.zeros_like(values)
-        fits = peaks == 0
-        for code in sorted(self._grid.codebook, key=abs, reverse=True):
-            if code == 0:
-                continue
-            tried = self._grid.round_scales(peaks / code, units)
-            chosen = self._grid.nearest(values / tried[..., None])
-            fitting = ((chosen * tried[..., None]).to(self._dtype) == values).all(2) & ~fits
-            codes[fitting], scales[fitting] = chosen[fitting], tried[fitting]
-            fits |= fitting
-        return codes, scales, fits.all(1)
 
 
 def _span(grid: Grid, dtype: torch.dtype) -> int:

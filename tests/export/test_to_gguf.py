@@ -17,7 +17,6 @@ import gguf
 from gguf.quants import dequantize
 from gguf_files import write
 
-from export.gguf import types
 from export.gguf.types import encode
 from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.records.grid_file import NAME
@@ -274,7 +273,8 @@ def test_steps_and_units_are_stored_to_the_bit(dtype):
     units = torch.randn(9, 2, 1, 1, generator=generator).half().float() / 64
     scales = (steps.unflatten(1, (2, 16)) * units.half().float()).flatten(1, 2)
     weight = (codes * scales).flatten(1).to(dtype)
-    encoded = encode("blk.0.ffn_down.weight", weight, "auto")
+    parameters = GridParameters(scales.flatten(1))
+    encoded = encode("blk.0.ffn_down.weight", weight, "auto", parameters)
     assert encoded.kind.name == "q3_k"
     assert encoded.content.shape == (9, 2 * 110)
     values = dequantize(encoded.content, gguf.GGMLQuantizationType.Q3_K)
@@ -307,8 +307,8 @@ def test_minima_are_stored_to_the_bit(name, dtype):
         encode("blk.0.ffn_down.weight", weight, "auto", parameters)
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q4_k"])
-def test_a_run_with_minima_is_exact_in_its_type_and_needs_its_file(
+@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q3_k"])
+def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(
     name, tmp_path, tiny_llama, capsys
 ):
     run = quantised(tmp_path, tiny_llama, grid=name, tuning=True)
@@ -345,30 +345,6 @@ def assert_exact(tmp_path, run, kind):
     for name, weight in theirs.state_dict().items():
         if "proj" in name:
             assert torch.equal(weight, ours[name]), name
-
-
-@pytest.mark.parametrize("keeps_scales", [True, False])
-def test_a_run_with_units_is_exact_in_its_type(
-    keeps_scales, tmp_path, tiny_llama, capsys, monkeypatch
-):
-    """All the way: pruned and tuned, written as GGUF, and read back by transformers.
-
-    With the scales that the run kept, nothing but a few rows is searched.
-    """
-    run = quantised(tmp_path, tiny_llama, grid="q3_k", tuning=True)
-    if not keeps_scales:
-        (run / NAME).unlink()
-    fit, searched = types.fit_groups, []
-
-    def spy(grid, weight, known=None):
-        searched.append(len(weight))
-        return fit(grid, weight, known)
-
-    monkeypatch.setattr(types, "fit_groups", spy)
-    main([str(run)])
-    assert (max(searched) <= 4) == keeps_scales
-    assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
-    assert_exact(tmp_path, run, "Q3_K")
 
 
 def test_the_reason_that_a_type_cannot_hold_a_weight_is_given():

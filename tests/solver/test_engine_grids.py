@@ -50,7 +50,7 @@ def test_a_quantised_weight_is_read_back(name, dtype, problem, truth):
     weight[3, : grid.group_size] = 0
     solution = prune_weight(weight, truth.hessian_of(inputs), grid=name)
     parameters = solution.grid_parameters
-    if grid.minimum:  # values alone do not determine it
+    if name not in STORED:  # values alone do not determine it
         assert not fit_groups(grid, solution.weight)[2].any()
         codes, scales = decompose(grid, solution.weight, parameters)
     else:
@@ -79,22 +79,6 @@ def test_any_codes_and_scales_are_read_back(name, dtype, seed):
     signs = torch.randint(2, (6, 2), generator=generator) * 2 - 1
     weight = product(codes, grid.round_scales(sizes * signs), grid).to(dtype)
     assert torch.equal(product(*decompose(grid, weight), grid).to(dtype), weight)
-
-
-@given(st.sampled_from(DTYPES), st.integers(0, 2**20))
-@settings(max_examples=8, deadline=None)
-def test_any_codes_and_scales_with_units_are_read_back(dtype, seed):
-    """Units and steps at random: the largest weights need not have the largest of either."""
-    grid, generator = GRIDS["q3_k"], torch.Generator().manual_seed(seed)
-    codes = torch.randint(-4, 4, (3, 512), generator=generator)
-    units = torch.rand(3, 2, generator=generator).mul(8).sub(12).exp2().half().float()
-    units *= torch.randint(2, (3, 2), generator=generator) * 2 - 1
-    steps = torch.randint(-32, 32, (3, 32), generator=generator)
-    weight = product(codes, steps * units.repeat_interleave(16, 1), grid).to(dtype)
-    assert torch.equal(product(*decompose(grid, weight), grid).to(dtype), weight)
-    weight[1, 300] *= 1.2  # between two steps of any group
-    fits = fit_groups(grid, weight)[2]
-    assert fits.all(1).tolist() == [True, bool(weight[1, 300] == 0), True]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "iq4_nl"])
