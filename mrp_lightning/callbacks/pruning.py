@@ -62,9 +62,9 @@ class PruningCallback(Callback):
             else `None`, as it is unless it is set. Such a journal outlives the run, until
             `remove_journal` deletes it.
         report: The result for each layer, `None` before the first run. After an exception it lists
-            the pruned layers; all others are unchanged, except in the block in progress, where
-            `balance` and `tuning` may have changed them. `report.complete` is true once all layers
-            are pruned and `save_dir`, if there is one, is written.
+            the pruned layers; all others are unchanged, except in the block in progress, which may
+            be scaled and tuned. `report.complete` is true once all layers are pruned and
+            `save_dir`, if there is one, is written.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -97,27 +97,24 @@ class PruningCallback(Callback):
         If this model is pruned but could not be saved, it is saved now, and not pruned again.
         """
         self._end_run()
+        caller = type(self).__name__
         if stage != "predict":
-            if self._pruned is None:
-                log.warning(
-                    "This %s prunes in `predict`; in `%s` it does nothing.",
-                    type(self).__name__,
-                    getattr(stage, "value", stage),
-                )
+            if not self._is_done:
+                name = getattr(stage, "value", stage)
+                log.warning("This %s prunes in `predict`; in `%s` it does nothing.", caller, name)
             return
         # 1. A pruned model that could not be saved is saved now: pruning it again would prune
         #    pruned layers.
-        # 2. A complete run has no second effect, and another model is named in the warning.
+        # 2. A complete run has no second effect.
         # 3. Two callbacks would both capture batches and prune the same model.
         unsaved = None if self._is_done else self._pruned
         if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
             self._save_and_release(self.save_dir, unsaved)
         if self._is_done:
-            is_other = self._pruned is not None and not self._pruned.is_of(pl_module)
             log.warning(
-                "This %s has pruned already; predict only predicts%s.",
-                type(self).__name__,
-                ", and this other model stays dense: make a new callback for it" * is_other,
+                "This %s has pruned already, and predict only predicts; make a new callback for "
+                "another model.",
+                caller,
             )
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -128,7 +125,7 @@ class PruningCallback(Callback):
         run = Run(trainer, pl_module, self.settings, output)
         # The run is checked before `start`, which changes the module: a refused run leaves it as it
         # was.
-        run.check(type(self).__name__)
+        run.check(caller)
         run.start()
         self._run = run
 
@@ -163,7 +160,7 @@ class PruningCallback(Callback):
 
     def _save_and_release(self, directory: str | PathLike[str], pruned: PrunedModule) -> None:
         pruned.save(directory, overwrite=self.overwrite)
-        pruned.release()  # else the callback would keep all weights in memory
+        self._pruned = None  # else the callback would keep all weights in memory
 
     @checked
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
@@ -177,15 +174,16 @@ class PruningCallback(Callback):
             overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
-            OptionError: Nothing is pruned yet, the model was saved and is no longer in memory, or
-                its weights were changed after the pruning.
+            OptionError: Nothing is pruned yet, the model is in `save_dir` and no longer kept in
+                memory, or its weights were changed after the pruning.
             SaveError: The directory could not be written, or may not be replaced. The pruned model
                 is still in memory.
         """
         if self._pruned is None:
-            raise OptionError(
-                f"{type(self).__name__}.save: nothing is pruned yet. Run `trainer.predict` first."
-            )
+            why = "nothing is pruned yet. Run `trainer.predict` first."
+            if self._is_done:
+                why = f"the model is in `save_dir`, and not kept in memory. Copy {self.save_dir}."
+            raise OptionError(f"{type(self).__name__}.save: {why}")
         self._pruned.save(directory, overwrite=overwrite)
 
     def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

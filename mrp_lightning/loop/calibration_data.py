@@ -51,14 +51,21 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
             repeated,
             len(owners),
         )
-    if not windows:
-        return
+    if windows:
+        _warn_of_little_text(plan, [*windows.values()], len(known_words))
+
+
+def _warn_of_little_text(plan: Plan, sizes: Sequence[int], words: int) -> None:
+    """Warn of fewer tokens than columns, and of few different tokens (`words`).
+
+    `sizes` are the numbers of tokens of the different windows.
+    """
     layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
     # XᵀX of fewer tokens than columns is singular: only damping decides about the other directions.
     # A stack of experts is no layer to solve, and its experts see a part of the tokens anyway.
     solved = [layer for layer in layers if not isinstance(layer, ExpertStack)]
     widest = max(solved, key=lambda layer: layer.columns, default=None)
-    tokens = sum(windows.values())
+    tokens = sum(sizes)
     if widest is not None and tokens < widest.columns:
         log.warning(
             "The calibration data hold %s in %s, and %s, the widest of the layers to prune, has %s "
@@ -66,17 +73,17 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
             "Give more or longer windows (`num_samples`, `sequence_length`), several times as many "
             "tokens as columns.",
             counted(tokens, "token"),
-            counted(len(windows), "different window"),
+            counted(len(sizes), "different window"),
             widest.name,
             f"{widest.columns:,}",
         )
-    if len(known_words) <= _FEW_WORDS:
+    if words <= _FEW_WORDS:
         log.warning(
             "All %s tokens of the calibration data are repetitions of %d different ones, which is "
             "no text that a model reads. Give text of the kind that it is to be used on "
             "(`train_files` or `calibration`).",
             f"{tokens:,}",
-            len(known_words),
+            words,
         )
 
 

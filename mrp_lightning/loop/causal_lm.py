@@ -2,14 +2,17 @@
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     get_cosine_schedule_with_warmup,
 )
@@ -18,7 +21,6 @@ from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.devices import warn_of_slow_dtype
 from mrp_lightning.errors import OptionError, TargetError, counted
-from mrp_lightning.loop.exact_values import ExactValues
 from mrp_lightning.loop.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.models.causal import load_causal
@@ -26,12 +28,14 @@ from mrp_lightning.models.damage import explained_checkpoint
 from mrp_lightning.models.loading import (
     tokenizer_files,
     tokenizer_from_files,
+    wider_dtypes,
 )
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.values import pruned_layers, refuse_not_finite
+from mrp_lightning.upstream.torch_names import recomputed_buffers
 
 
-def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def _blocks_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return {block.name: block.module for block in find_blocks(model)}
 
 
@@ -40,6 +44,39 @@ _CAUSAL_TOKENS = 16
 
 _TOKENIZER = "tokenizer_files"
 """The key of a Lightning checkpoint for the tokenizer's files: bytes, by file name."""
+
+
+class ExactValues(LightningModule):
+    """Casts its weights to another precision as transformers loads them in it.
+
+    Buffers that are in no checkpoint, such as the frequencies of rotary positions, and the tensors
+    that a class of transformers always keeps in float32, such as biases of routers, change only
+    their device. Lightning's precisions `bf16-true` and `16-true` cast the whole module, and give
+    the results of `dtype` this way.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        exact = _exact(self, fn(torch.empty(0)).dtype)
+
+        def convert(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            if id(tensor) in exact and applied.dtype != tensor.dtype:
+                return tensor.to(applied.device)
+            return applied
+
+        return super()._apply(convert, recurse)
+
+
+def _exact(module: nn.Module, dtype: torch.dtype) -> set[int]:
+    """Return the identities of the tensors that keep their values in a module of this dtype."""
+    exact = set()
+    for part in module.modules():
+        exact |= {id(tensor) for tensor in recomputed_buffers(part)}
+        if isinstance(part, PreTrainedModel):
+            wider = wider_dtypes(part, dtype, as_published=False)
+            state = part.state_dict(keep_vars=True) if wider else {}
+            exact |= {id(state[name]) for name in wider}
+    return exact
 
 
 class CausalLM(ExactValues):
@@ -104,7 +141,7 @@ class CausalLM(ExactValues):
     @checked
     def __init__(
         self,
-        model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
+        model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | nn.Module,
         *,
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,7 +28,6 @@ from mrp_lightning.loop.module_parts import (
     language_models,
     streamed_blocks,
 )
-from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.models.checkpoint import directory_of
 from mrp_lightning.models.companions import OF_TOKENIZER, Companions, find_companions
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
@@ -112,7 +111,7 @@ def _check_generation(model: PreTrainedModel) -> None:
 
 
 class PrunedModule:
-    """A pruned module, with a strong reference to it until `release`, and a weak one after that.
+    """A pruned module that is not saved yet, or was never to be.
 
     Args:
         module: The LightningModule.
@@ -128,25 +127,13 @@ class PrunedModule:
         grid: Mapping[str, GridParameters],
         journal: Journal | None,
     ) -> None:
-        self.report, self._grid = report, grid
+        self.report, self._grid, self._module, self._journal = report, grid, module, journal
         _sources_of(module)  # before the working directory changes
-        self._strong: LightningModule | None = module
-        self._seen = ref(module), ref(checkpoint_root(module)[1])
-        self._journal = journal
         self._digest = _digest(module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Replace the weak references, which cannot be copied to another process, by `_gone`."""
-        return {**vars(self), "_seen": (_gone, _gone)}
 
     def is_of(self, module: LightningModule) -> bool:
         """Return whether a LightningModule holds this model object."""
-        own = self._module()
-        return own is not None and checkpoint_root(module)[1] is checkpoint_root(own)[1]
-
-    def release(self) -> None:
-        """Drop the strong reference; a weak one stays."""
-        self._strong = None
+        return checkpoint_root(module)[1] is checkpoint_root(self._module)[1]
 
     def complete(self) -> None:
         """Mark the report as complete; no other method does."""
@@ -160,17 +147,11 @@ class PrunedModule:
             overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
-            OptionError: The module was released and is gone, or its weights were changed.
+            OptionError: The weights were changed since they were pruned.
             SaveError: The directory could not be written, or may not be replaced.
         """
-        module = self._module()
-        if module is None:
-            raise OptionError(
-                "The pruned model is no longer in memory: it was saved in `save_dir`. Copy that "
-                f"directory to {directory}."
-            )
         # The digest is compared, not a flag of changes: weights can change without this object.
-        if _digest(module) != self._digest:
+        if _digest(self._module) != self._digest:
             raise OptionError(
                 "The weights were changed since they were pruned, and the report is of the pruned "
                 "ones. Prune again, or save the model as it is now without a report: "
@@ -180,7 +161,7 @@ class PrunedModule:
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 # A copy: the report in memory becomes complete only if the directory is written.
                 written = replace(self.report, complete=True)
-                _save_pruned(module, directory, written, self._grid, overwrite=overwrite)
+                _save_pruned(self._module, directory, written, self._grid, overwrite=overwrite)
                 self.report.files = written.files
         except (OSError, SafetensorError) as error:
             reason = str(error).removesuffix(".")
@@ -195,15 +176,6 @@ class PrunedModule:
             self._journal.remove()
             self._journal = None
 
-    def _module(self) -> LightningModule | None:
-        """Return the module, a new wrapper if only its model is in memory, `None` if neither is."""
-        module, model = (seen() for seen in self._seen)
-        # A plain model has a LightningModule for one call alone, and outlives it.
-        if module is None and model is not None:
-            module = as_lightning_module(model)
-        assert module is None or isinstance(module, LightningModule)
-        return self._strong or module
-
 
 def _digest(module: LightningModule) -> str | None:
     """Return the digest of the weights to save; `None` for a streamed model, whose files hold them.
@@ -216,10 +188,6 @@ def _digest(module: LightningModule) -> str | None:
     # Names without the prefix of `torch.compile`, which may be added after the pruning.
     tensors = {without_compiled(n): x for n, x in state.items() if isinstance(x, torch.Tensor)}
     return digest(tensors.items())
-
-
-def _gone() -> None:
-    """Stand in for a weak reference whose object is gone."""
 
 
 def _save_pruned(

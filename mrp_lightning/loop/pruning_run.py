@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -87,26 +86,6 @@ def _warn_of_rounding(plan: Plan, sparsity: float) -> None:
             parts,
             count,
             100 * count / number,
-        )
-
-
-def _warn_of_missing_predictions(trainer: Trainer, module: LightningModule, caller: str) -> None:
-    """Warn of hooks that take the predictions of a run that prunes, in which there are none."""
-    hooks = {type(x).__name__: x.on_predict_batch_end for x in (*trainer.callbacks, module)}  # type: ignore[attr-defined]
-    # Hooks of Lightning (bars, timers) leave the outputs alone, but for its writer of predictions.
-    readers = [
-        name
-        for name, hook in hooks.items()
-        if isinstance(getattr(hook, "__self__", None), BasePredictionWriter)
-        or hook.__module__.partition(".")[0] not in ("lightning", "mrp_lightning")
-    ]
-    if readers:
-        log.warning(
-            "%s will be given no predictions, but empty tensors: with %s, this `predict` prunes. "
-            "Leave %s out here, and run `predict` once more for those of the pruned model.",
-            " and ".join(readers),
-            caller,
-            "it" if len(readers) == 1 else "them",
         )
 
 
@@ -192,14 +171,12 @@ class Run:
         require_whole_models(self.trainer, caller)
         # Process 0 alone checks the disk, and the others must not go on without it.
         with refuse_together(processes_of(self.trainer)):
-            self._check(caller)
+            self._check()
 
-    def _check(self, caller: str) -> None:
+    def _check(self) -> None:
         """Check this process's module, and the directories if it is process 0."""
         trainer, module = self.trainer, self.module
         require_batches(module)
-        if trainer.is_global_zero:
-            _warn_of_missing_predictions(trainer, module, caller)
         start_streamed(module, processes=trainer.world_size, is_kept=self._journal_path is not None)
         if trainer.is_global_zero and self._journal_path is not None:
             if self.save_dir is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from mrp_lightning.loop.exact_values import ExactValues
+from mrp_lightning.loop.causal_lm import ExactValues
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import (

@@ -19,9 +19,8 @@ from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.devices import warn_of_unused_gpu
 from mrp_lightning.errors import DataError, FormatError, OptionError
-from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.causal_lm import CausalLM, ExactValues
 from mrp_lightning.loop.distributed import require_whole_models
-from mrp_lightning.loop.exact_values import ExactValues
 from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.checkpoint import text_config
 from mrp_lightning.models.damage import explained_checkpoint, why_no_checkpoint

@@ -20,7 +20,6 @@ from mrp_lightning.targets.blocks import (
 from mrp_lightning.targets.layers import (
     Expert,
     Layer,
-    Linear,
     fused_weights,
     is_adapter,
     is_linear,
@@ -113,7 +112,7 @@ def make_plan(
     left = [*_routers(contents, wish), *_without_weights(contents, wish)]
     candidates = [contents.layers[n] for n in wish.layers if n not in {s.name for s in left}]
     unusual = _unusual(contents, wish, candidates, allow_meta)
-    _refuse_unusual({contents.shown(name): reason for name, reason in unusual.items()})
+    refuse_unusual({contents.shown(name): reason for name, reason in unusual.items()})
     unfit = _indivisible(candidates, pattern, grid)
     if unfit and not skip_indivisible:
         reasons = {contents.shown(each.name): each.reason for each in unfit}
@@ -232,39 +231,6 @@ class _Wish:
         return is_target and not any(matches(name, p, self.prefix) for p in self.ignored)
 
 
-def find_head(root: nn.Module, model: nn.Module, grid: Grid, prefix: str = "") -> Layer:
-    """Return the output head of a model, and check that it can be put on a grid.
-
-    Args:
-        root: The module that holds the model.
-        model: A transformers model, which names its head.
-        grid: The grid.
-        prefix: A prefix of names in `root` that the name of the layer lacks.
-
-    Raises:
-        TargetError: The model has no linear head, or its weight is not a plain tensor.
-        PatternError: The groups of the grid do not fit its columns.
-    """
-    outputs = getattr(model, "get_output_embeddings", lambda: None)()
-    name = next((n for n, module in named_modules(root) if module is outputs), None)
-    if name is None or not isinstance(outputs, nn.Linear):
-        kind = "none" if outputs is None else f"a {type(outputs).__name__}"
-        raise TargetError(
-            "`head_grid` needs a transformers model with a linear output head, as "
-            f"`get_output_embeddings` returns it; {type(model).__name__} has {kind}. Leave "
-            "`head_grid` out, or name a layer in `targets`."
-        )
-    head = Linear(name.removeprefix(prefix), outputs)
-    if reason := why_not_plain(head):
-        _refuse_unusual({head.name: reason})
-    if not grid.divides(head.columns):
-        raise PatternError(
-            f"`head_grid` {grid} does not fit {head.name}: {head.columns} columns do not divide "
-            f"into groups of {grid.columns_together}. Take another grid, or leave it out."
-        )
-    return head
-
-
 def _unusual(
     contents: _Contents, wish: _Wish, layers: list[Layer], allow_meta: bool
 ) -> dict[str, str]:
@@ -288,7 +254,8 @@ def _unusual(
     return problems
 
 
-def _refuse_unusual(problems: dict[str, str]) -> None:
+def refuse_unusual(problems: dict[str, str]) -> None:
+    """Raise a TargetError for weights that cannot be read as matrices, with the reason of each."""
     if problems:
         raise TargetError(
             f"{counted(len(problems), 'layer')} to prune cannot be read as plain "

@@ -74,19 +74,6 @@ def test_stock_trainer_and_own_module_give_the_same_weights(llama, loader, quiet
     assert callback.report.layers[0].name == "model.layers.0.self_attn.q_proj"
 
 
-def test_regular_expressions_see_the_names_of_the_checkpoint(llama, loader, quiet, own):
-    for module in (CausalLM(llama()), own(llama())):
-        callback = MRPCallback(
-            pattern="2:4", targets=[r"re:model\.layers\.0\..*_proj$"], ignore="re:.*down"
-        )
-        Trainer(**quiet).predict(module, loader, callbacks=callback)
-        assert {row.name.rpartition(".")[0] for row in callback.report.pruned} == {
-            "model.layers.0.self_attn",
-            "model.layers.0.mlp",
-        }
-        assert len(callback.report.pruned) == 6
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_precisions(precision, llama, loader, quiet):
     module = CausalLM(llama())
