@@ -90,15 +90,7 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
         )
     if not plan.blocks:
         raise _cannot(model, kind, "no repeated blocks were found in it")
-    # Built from the configuration, the model must have the present shapes: otherwise shapes of a
-    # narrower configuration say nothing about this model.
-    text, dense = model.config.get_text_config(), built(model, {})
-    if isinstance(dense, Unfit):
-        raise _cannot(model, kind, dense.reason)
-    shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
-    parameters = {without_compiled(name): p for name, p in model.named_parameters()}
-    if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
-        raise _cannot(model, kind, "its weights are not of the sizes that its configuration says")
+    text, dense = model.config.get_text_config(), _as_configured(model, kind)
     layers = [layer for of_block in plan.layers.values() for layer in of_block]
     if kind == "experts" and not any(isinstance(layer, Expert) for layer in layers):
         raise _cannot(model, kind, "it has no experts that transformers stacks")
@@ -118,6 +110,21 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
     names = ", ".join({"neurons": _NEURONS, "heads": (_GROUPS, _HEADS), "experts": _EXPERTS}[kind])
     listed = "; ".join(reasons) or f"it has none of the entries {names}"
     raise _cannot(model, kind, f"its configuration cannot say fewer of them ({listed})")
+
+
+def _as_configured(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """Return the model without weights by its own configuration, which must give its shapes.
+
+    Otherwise the shapes of a narrower configuration say nothing about this model.
+    """
+    dense = built(model, {})
+    if isinstance(dense, Unfit):
+        raise _cannot(model, kind, dense.reason)
+    shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
+    parameters = {without_compiled(name): p for name, p in model.named_parameters()}
+    if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
+        raise _cannot(model, kind, "its weights are not of the sizes that its configuration says")
+    return dense
 
 
 @dataclass(frozen=True)

@@ -143,23 +143,30 @@ class WalkedBlock:
         raise AssertionError
 
 
-def calibrated_inputs(block: WalkedBlock) -> Iterator[tuple[list[Layer], Calibrated | str]]:
-    """Calibrate a block, and yield the inputs of its layers.
+def calibrated_inputs(
+    block: WalkedBlock, results: list[LayerResult]
+) -> Iterator[tuple[list[Layer], Calibrated]]:
+    """Calibrate a block, and yield the inputs of its layers; their dense weights are remembered.
 
     The caller prunes the layers of an input before it takes the next, so that one yielded Hessian
-    at a time is in memory.
+    at a time is in memory. The results of layers that stay dense are added to `results`.
 
     Yields:
-        Layers that share an input, and its statistics, or the reason why they stay dense.
+        Layers that share an input, and its statistics.
     """
     for part in portions(block.layers):
         pooled = [x for x in block.layers if isinstance(x, Expert) and x not in part]
         calibration = block.calibrate(part, pooled)
         for layer in calibration.not_called:
-            yield [layer], _why_not_called(layer, block.padding)
+            results += block.left_dense([layer], _why_not_called(layer, block.padding))
         for group, pool in calibration.hand_over():
             return_freed_memory()
-            yield group.layers, _calibrated(block, group, pool)
+            calibrated = _calibrated(block, group, pool)
+            if isinstance(calibrated, str):
+                results += block.left_dense(group.layers, calibrated)
+                continue
+            block.remember(group.layers)
+            yield group.layers, calibrated
 
 
 class Remover(ABC):
@@ -210,11 +217,7 @@ class LayerSolver(Remover):
         # Before tuning, weights are free: codes that are chosen now would not fit the tuned
         # weights.
         recipe = replace(self._recipe, grid=None) if waits else self._recipe
-        for layers, calibrated in calibrated_inputs(block):
-            if isinstance(calibrated, str):
-                results += block.left_dense(layers, calibrated)
-                continue
-            block.remember(layers)
+        for layers, calibrated in calibrated_inputs(block, results):
             if waits:
                 # A new object, which does not keep the factorised Hessian in memory.
                 hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
@@ -268,12 +271,7 @@ class HeadSolver(Remover):
     def prune(self, block: WalkedBlock) -> list[LayerResult]:
         """Quantise the only layer."""
         results: list[LayerResult] = []
-        for layers, calibrated in calibrated_inputs(block):
-            if isinstance(calibrated, str):
-                results += block.left_dense(layers, calibrated)
-                continue
-            (head,) = layers
-            block.remember(layers)
+        for (head,), calibrated in calibrated_inputs(block, results):
             block.report_progress(head.name)
             progress = partial(_report_of_layer, block, head)
             result = quantise_head(head, calibrated, self._recipe, progress, block.job.processes)

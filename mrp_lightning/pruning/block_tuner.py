@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
-from mrp_lightning.errors import DataError, TargetError, counted
+from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.rows import BlockReport
@@ -23,7 +23,6 @@ from mrp_lightning.solver.grid import Grid, GridParameters
 from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.targets.layers import Layer
 
-_TIMED_STEPS = 3  # steps after which the time of the whole tuning is estimated
 _SIZE = 0.1
 """The size of weights for which the learning rate is made: a step that would change a weight by d
 changes a scale by d / `_SIZE`, relative to the scale."""
@@ -50,16 +49,10 @@ class BlockTuner:
     def __init__(self, job: Job, walk: Walk, dense: DenseStream, padding: Padding) -> None:
         tuning, recipe = job.settings.block_tuning, job.settings.recipe
         assert tuning is not None
-        self.job, self.walk, self.dense, self.padding, self.tuning = (
-            job,
-            walk,
-            dense,
-            padding,
-            tuning,
-        )
+        self.job, self.walk, self.dense = job, walk, dense
+        self.padding, self.tuning = padding, tuning
         self.grid = None if job.settings.grid_waits else recipe.grid
         self.processes = job.processes
-        self._num_blocks: int | None = None  # set until the time is estimated
 
     def check(self) -> None:
         """Check, before anything is pruned, that the layers can be tuned.
@@ -70,7 +63,6 @@ class BlockTuner:
             DataError: There is only one window.
         """
         blocks = [layers for layers in self.job.plan.layers.values() if layers]
-        self._num_blocks = len(blocks)
         narrow = [x.name for layers in blocks for x in layers if x.parameter.dtype == torch.float16]
         if narrow:
             raise TargetError(
@@ -140,7 +132,7 @@ class BlockTuner:
         with _only_these_train(self.job.model, weights.parameters), weights.best_at_the_end():
             untuned, energy = self._held_out(k, held_out)
             scale = energy * self.tuning.batch_size or 1.0
-            best, best_epoch, done = untuned, 0, 0
+            best, best_epoch = untuned, 0
             # The loss of a step is ‖y − y_d‖² of its windows, in all processes, divided by the
             # energy ‖y_d‖² of an average batch, so that the learning rate has the same meaning for
             # every block.
@@ -154,9 +146,6 @@ class BlockTuner:
                     optimizer.step()
                     schedule.step()
                     weights.write()
-                    done += 1
-                    if done == min(_TIMED_STEPS, steps):
-                        self._estimate((time.perf_counter() - start) / done * steps)
                 error, _ = self._held_out(k, held_out)
                 progress(f"{name}, tuning {epoch}/{self.tuning.epochs}: error {error:.3g}")
                 # Strictly less: a tie keeps the earlier weights, and epoch 0 is the untuned block,
@@ -283,15 +272,6 @@ class BlockTuner:
                 "`predict_step` runs under `torch.no_grad` or `inference_mode`, take that out; if "
                 "the model's own forward has none, leave `tuning` out."
             ) from error
-
-    def _estimate(self, seconds: float) -> None:
-        """Log, once, the estimated time of the whole tuning, from that of the first block."""
-        if self._num_blocks is not None:
-            total = seconds * self._num_blocks
-            self.job.listener.log(
-                f"Tuning {counted(self._num_blocks, 'block')} takes about {total:.0f} s in all."
-            )
-        self._num_blocks = None
 
 
 class _Tuned(ABC):

@@ -31,7 +31,7 @@ class OutputChange:
         job: The job, whose model is dense.
         walk: A walk over the model, at its start.
         padding: Separates tokens from padding.
-        option: The option that needs the comparison, for messages, such as "allocation: output".
+        option: The option that needs the comparison, for messages, such as "structure: blocks".
 
     Attributes:
         walk: The walk that runs the model; another one over the same batches may replace it.

@@ -32,7 +32,6 @@ from mrp_lightning.memory import peak_rss
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure
-from mrp_lightning.pruning.allocation import Sparsities
 from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.experts import ExpertRemover
@@ -41,6 +40,7 @@ from mrp_lightning.pruning.survey import survey
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
@@ -55,7 +55,7 @@ def prune_model(job: Job) -> list[BlockResult]:
 
     Each layer is written in one copy, then its result goes to the listener of the job: after an
     exception the listener has the results of the pruned layers, and all others are unchanged,
-    except in the block in progress, where `balance` and `tuning` may have changed them.
+    except in the block in progress, which may be scaled and tuned.
 
     Returns:
         The results in the order in which they were made, without weights, which the model holds.
@@ -63,8 +63,7 @@ def prune_model(job: Job) -> list[BlockResult]:
 
     Raises:
         TargetError: The blocks are not called in one order, no layer could be pruned, weights of a
-            streamed block are not finite, or the model does not support `target`, `allocation`,
-            `balance`, `tuning` or `structure`.
+            streamed block are not finite, or the model does not support one of the settings.
         HessianError: A layer's inputs give no usable Hessian, or its solution exceeds its dtype.
         DataError: `tuning` has fewer than two calibration windows.
         OutOfMemoryError: There is not enough memory.
@@ -87,12 +86,17 @@ def prune_model(job: Job) -> list[BlockResult]:
         if job.plan.head is not None:
             results.append(steps.prune_head(job.plan.head))
         # Only now, since calibration decides which layers are called and see tokens.
-        if not any(result.pruned_rows for result in results):
-            rows = [row for result in results for row in result.rows]
-            reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in rows)
-            raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
+        _require_pruned(results)
         _warn_of_unmatched(job.processes.all(padding.unmatched))
     return results
+
+
+def _require_pruned(results: Sequence[BlockResult]) -> None:
+    """Raise a `TargetError` with the reasons if all layers are left dense."""
+    if not any(result.pruned_rows for result in results):
+        rows = [row for result in results for row in result.rows]
+        reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in rows)
+        raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
 
 
 @contextmanager
@@ -185,7 +189,7 @@ class _Steps:
         # The survey moves a twin to the end: the walk of the pruning stays at the first block.
         self.survey = survey(job, walk.twin(), self.padding, self.pinned)
         self.trial = None if job.structure is None else BlockTrial(job.structure)
-        self.remover = _remover(job.structure, job.settings.recipe, self.survey.sparsities)
+        self.remover = _remover(job.structure, job.settings.recipe, self.survey.patterns)
         layers = job.plan.layers
         self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         return walk.blocks[: self._num_blocks]
@@ -202,9 +206,9 @@ class _Steps:
         block = self._block(
             k, self.walk, k, job.plan.layers[name], job.tuned_with(name), self.dense
         )
-        # 1. The block is balanced first: the dense weights that are remembered have to fit the
+        # 1. The block is scaled first: the dense weights that are remembered have to fit the
         #    norms as these are from now on.
-        self.survey.balance.apply(self.walk.blocks[k])
+        self.survey.scale(self.walk.blocks[k])
         block.remember(block.tuned)
         # 2. The weights change: as the journal has them, or by pruning.
         restored = self._restored(k, block)
@@ -366,9 +370,8 @@ class _Steps:
     def _tuned(self, block: WalkedBlock, layers: Sequence[LayerResult]) -> BlockResult:
         """Tune a pruned block, quantise the layers that waited, and return the block's result."""
         name = block.name or ""
-        shares = self.survey.sparsities.blocks
-        row = BlockReport(name=name, sparsity=shares.get(name))
-        pruned = BlockResult(name, tuple(layers), row if shares else None)
+        row = BlockReport(name=name, sparsity=self.survey.sparsity_of(name))
+        pruned = BlockResult(name, tuple(layers), row if self.survey.patterns else None)
         if self.tuner is None:
             return pruned
         # Layers that were left dense are not tuned: a report of them as dense would be wrong.
@@ -378,10 +381,12 @@ class _Steps:
         return BlockResult(name, tuple(results), row)
 
 
-def _remover(structure: Structure | None, recipe: Recipe, sparsities: Sparsities) -> Remover:
+def _remover(
+    structure: Structure | None, recipe: Recipe, patterns: Mapping[str, Pattern]
+) -> Remover:
     """Return the remover of single weights, of neurons or heads, or of experts."""
     if structure is None:
-        return LayerSolver(recipe, sparsities.layers)
+        return LayerSolver(recipe, patterns)
     if structure.kind == "experts":
         return ExpertRemover(structure)
     return UnitRemover(structure, recipe)

@@ -1,6 +1,6 @@
 """The settings of a pruning: its arguments, checked and parsed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -102,35 +102,35 @@ class Settings(PruningArguments):
         return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})
 
     def _check_head_alone(self) -> None:
-        config, defaults = self.config(), self.defaults()
-        if excluded := [name for name in _OF_BLOCKS if config[name] != defaults[name]]:
+        if excluded := self._given(_OF_BLOCKS):
             raise OptionError(
-                f"`head_grid` alone changes nothing but the output head, so that "
-                f"{', '.join(f'`{x}`' for x in excluded)} would mean nothing. Leave this out, or "
-                "give `sparsity`, `pattern`, `bits` or `grid`."
+                f"`head_grid` alone changes nothing but the output head, so that {excluded} would "
+                "mean nothing. Leave this out, or give `sparsity`, `pattern`, `bits` or `grid`."
             )
+
+    def _given(self, names: Sequence[str]) -> str:
+        """Return those of some settings that have no default value, for a message."""
+        config, defaults = self.config(), self.defaults() | {"method": "SM"}
+        return ", ".join(f"`{name}`" for name in names if config[name] != defaults[name])
 
     def _check_structure(self) -> None:
         if self.structure not in STRUCTURES:
             raise OptionError(
                 f"`structure` must be one of {', '.join(STRUCTURES)}; got {self.structure!r}."
             )
-        config, defaults = self.config(), self.defaults()
         if self.structure == BLOCKS:
-            defaults["method"] = "SM"
-            if excluded := [name for name in _OF_PARTS if config[name] != defaults[name]]:
+            if excluded := self._given(_OF_PARTS):
                 raise OptionError(
                     "`structure: blocks` removes a part (`sparsity`) of the blocks, chosen by the "
-                    "model's output. Leave out "
-                    f"{', '.join(f'`{x}`' for x in excluded)}; another run can prune or quantise "
-                    "the blocks that stay, and `distill` trains them."
+                    f"model's output. Leave out {excluded}; another run can prune or quantise the "
+                    "blocks that stay, and `distill` trains them."
                 )
             return
-        if excluded := [name for name in _NOT_WHOLE if config[name] != defaults[name]]:
+        if excluded := self._given(_NOT_WHOLE):
             raise OptionError(
                 f"`structure: {self.structure}` removes a part (`sparsity`) of the "
                 f"{self.structure} of every block, the same number in each, so that an ordinary "
-                f"configuration describes it. Leave out {', '.join(f'`{x}`' for x in excluded)}."
+                f"configuration describes it. Leave out {excluded}."
             )
         check_column_method(self.method)
         if self.bits is not None or self.grid is not None:

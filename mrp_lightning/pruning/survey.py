@@ -14,6 +14,8 @@ from mrp_lightning.pruning.allocation import OutputStudy, Sparsities
 from mrp_lightning.pruning.balance import Balance, InputStudy
 from mrp_lightning.pruning.block import WalkedBlock
 from mrp_lightning.pruning.job import Job
+from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.targets.blocks import Block
 
 _NAME = "survey"
 """The name of the survey in a journal."""
@@ -40,6 +42,19 @@ class Survey:
 
     sparsities: Sparsities = field(default_factory=Sparsities)
     balance: Balance = field(default_factory=lambda: Balance({}))
+
+    @property
+    def patterns(self) -> Mapping[str, Pattern]:
+        """The patterns of layers that differ from that of the recipe, by name."""
+        return self.sparsities.layers
+
+    def sparsity_of(self, block: str) -> float | None:
+        """Return the sparsity of a block that has one of its own, else `None`."""
+        return self.sparsities.blocks.get(block)
+
+    def scale(self, block: Block) -> None:
+        """Scale the columns of a dense block, in place."""
+        self.balance.apply(block)
 
 
 def survey(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Survey:

@@ -44,17 +44,13 @@ class UnitRemover(Remover):
         if parts is None:
             return []
         results: list[LayerResult] = []
-        for layers, calibrated in calibrated_inputs(block):
-            if isinstance(calibrated, str):
-                results += block.left_dense(layers, calibrated)
-                continue
+        for layers, calibrated in calibrated_inputs(block, results):
             if len(layers) != len(parts.consumers):
                 raise TargetError(
                     f"`structure: {self._structure.kind}`: "
                     f"{', '.join(x.name for x in parts.consumers)} read the same "
                     f"{self._structure.kind}, but not the same input."
                 )
-            block.remember(layers)
             block.report_progress(layers[0].name)
             weights = [layer.weight for layer in layers]
             with measured(weights[0].device) as used:

@@ -1,6 +1,7 @@
 """The amount of a pruning: which weights may remain, and which values they may have."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.solver.arguments import GROUP_SIZE, LayerSettings
@@ -37,6 +38,16 @@ class Amount:
         """Return the pattern, the grid and that of the head in short: `2:4, head iq4_nl`."""
         head = f"head {self.head_grid}" if self.head_grid else ""
         return ", ".join(filter(None, [self.of_layers, head]))
+
+    @property
+    def for_head(self) -> Self:
+        """The same with the output head's grid, and with nothing to remove."""
+        return replace(self, pattern=Dense(), grid=self.head_grid)
+
+    @property
+    def is_of_head_alone(self) -> bool:
+        """Whether all layers but the output head stay as they are."""
+        return isinstance(self.pattern, Dense) and self.grid is None
 
     @classmethod
     def parse(cls, settings: LayerSettings) -> "Amount":

@@ -62,7 +62,6 @@ class ColumnRecipe:
     group: int = 1
     method: str = "SM"
     damping: float = 0.01
-    swaps: bool = True
 
     def __post_init__(self) -> None:
         check_column_method(self.method)
@@ -98,7 +97,6 @@ def prune_columns(
     group: int = 1,
     method: str = "SM",
     damping: float = 0.01,
-    swaps: bool = True,
 ) -> ColumnSolution:
     """Remove whole columns of a weight, and compensate so that the layer's outputs change least.
 
@@ -119,7 +117,6 @@ def prune_columns(
         method: magnitude, wanda, SM, magnitude+M or wanda+M.
         damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
             tenfold, with a `NumericalWarning`, while H is not positive definite.
-        swaps: Whether SM improves its greedy set by exchanges.
 
     Returns:
         The new weight, the removed groups, and the losses. The inputs are not modified.
@@ -132,7 +129,7 @@ def prune_columns(
         TargetError: The weight is not a finite floating-point matrix, or a tensor is on the meta
             device or not dense.
     """
-    recipe = ColumnRecipe(count=count, group=group, method=method, damping=damping, swaps=swaps)
+    recipe = ColumnRecipe(count=count, group=group, method=method, damping=damping)
     require_dense(weight=weight, hessian=hessian)
     with torch.inference_mode(False), torch.no_grad():
         return remove_columns(weight, InputHessian(hessian.detach().to(weight.device)), recipe)
@@ -247,8 +244,7 @@ def _choose_columns(weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe) 
     removed[greedy_set(damped.inverse, covariance, count, group)] = True
     column_set = ColumnSet(damped.inverse, covariance, removed, group)
     greedy_loss = column_set.loss
-    exchanges = column_set.swap() if recipe.swaps else 0
-    return _ColumnChoice(removed, damped, column_set, exchanges, greedy_loss)
+    return _ColumnChoice(removed, damped, column_set, column_set.swap(), greedy_loss)
 
 
 def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:

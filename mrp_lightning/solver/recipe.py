@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from mrp_lightning.solver.compensations import (
 )
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
-from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem
 
 MASKS: dict[str, Mask] = {
@@ -128,10 +127,6 @@ class Recipe(Amount):
     def parse(cls, settings: LayerSettings) -> "Recipe":
         """Parse the settings of a layer.
 
-        Args:
-            settings: The settings. With `head_grid`, the grid of an output head, all other layers
-                may stay as they are.
-
         Raises:
             PatternError: `sparsity` or `pattern` is malformed, both are given, or neither without
                 a grid; or `block_size` splits the groups of the pattern.
@@ -144,16 +139,6 @@ class Recipe(Amount):
             block_size=settings.block_size,
             damping=settings.damping,
         )
-
-    @property
-    def for_head(self) -> "Recipe":
-        """The recipe of putting the output head on its grid."""
-        return replace(self, pattern=Dense(), grid=self.head_grid)
-
-    @property
-    def is_of_head_alone(self) -> bool:
-        """Whether all layers but the output head stay as they are."""
-        return isinstance(self.pattern, Dense) and self.grid is None
 
     def problem(
         self,

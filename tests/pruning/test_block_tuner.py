@@ -178,13 +178,6 @@ def test_what_writes_over_what_gradients_need_is_refused():
         )
 
 
-def test_the_time_is_told_first(build, batches):
-    said = []
-    prune_model(build("llama"), batches, beyond={"tuning": TUNING}, say=said.append)
-    assert len(said) == 1
-    assert said[0].startswith("Tuning 3 blocks takes about ")
-
-
 def test_what_cannot_be_tuned_is_refused_before_work_starts(build, batches):
     model = build("llama")
     weights = [p.clone() for p in model.parameters()]

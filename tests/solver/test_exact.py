@@ -127,16 +127,6 @@ def test_blocks_are_chosen_as_by_exact_algorithm_1(
         assert (solution.pruned != pruned).float().mean() < different
 
 
-def test_wide_layers_with_the_default_block_size_follow_algorithm_1(problem, truth):
-    weight, inputs = problem(rows=32, columns=512, seed=6)
-    hessian = truth.hessian_of(inputs)
-    for arguments in ({"pattern": (2, 4)}, {"sparsity": 0.5}):
-        best, _ = truth.algorithm_1(weight, truth.damped(hessian), 128, **arguments)
-        given = {"pattern": "2:4"} if "pattern" in arguments else arguments
-        solution = prune_weight(weight, hessian.float(), **given)
-        assert solution.loss <= 1.005 * truth.loss(best, weight, hessian)
-
-
 def test_removing_one_weight_follows_the_single_removal_formula(problem, truth):
     weight, inputs = problem(rows=1, columns=40)
     hessian = truth.hessian_of(inputs)

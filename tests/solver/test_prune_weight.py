@@ -231,14 +231,6 @@ def test_a_healthy_hessian_without_damping_gives_no_warning(problem, truth):
     assert solution.damping_used == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize("method", NAMED)
-def test_very_few_tokens_are_enough(problem, truth, tokens, method):
-    weight, inputs = problem(tokens=tokens)
-    solution = prune_weight(weight, truth.hessian_of(inputs).float(), pattern="2:4", method=method)
-    assert solution.weight.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -271,16 +263,6 @@ def test_errors_and_warnings_name_the_layer(problem, truth):
     checked = InputHessian(truth.hessian_of(inputs).float(), name="model.fc1")
     with pytest.warns(NumericalWarning, match="layer `model.fc1`"):
         prune(weight, checked, Recipe.of(method="SM", sparsity=0.5, damping=0))
-
-
-def test_methods_that_need_no_factor_do_not_ask_for_damping(problem, truth):
-    weight, inputs = problem(tokens=3)
-    hessian = truth.hessian_of(inputs).float()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for method in ("magnitude", "wanda"):
-            solution = prune_weight(weight, hessian, pattern="2:4", method=method, damping=0)
-            assert solution.loss == pytest.approx(truth.loss(solution.weight, weight, hessian))
 
 
 def test_layers_of_one_input_share_its_factor(problem, truth):
