@@ -29,10 +29,10 @@ from mrp_lightning.loop.distributed import fail_together, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
 from mrp_lightning.loop.progress import ProgressReporter, roughly
 from mrp_lightning.loop.trainer import callbacks_that_prune
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.estimate import Estimate
 from mrp_lightning.signals import Interrupted
+from mrp_lightning.solver.arithmetic import by_rows
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.text.windows import Cutter
 
@@ -236,21 +236,13 @@ def write_together(
         DataError: The model's text is degenerate, or its logits are not finite.
     """
     length, share = sampling.length, processes.share(count)
-    windows, most = range(share.start, share.stop), windows_at_once(model, length)
-    parts = [torch.empty(0, length, dtype=torch.int64)]
-    while windows:
-        batch, tokens = windows[:most], None
-        done = length * (windows.start - share.start)
-        try:
-            tokens = write(model, sampling, batch, lambda n: report(done + n * len(batch)))  # noqa: B023
-        except (MemoryError, RuntimeError) as error:
-            if len(batch) == 1 or not is_out_of_memory(error):
-                raise
-        # After the `except`, whose traceback would keep the tensors of the failed attempt in
-        # memory. Random numbers belong to a window's number: any batches give the same draws.
-        if tokens is None:
-            most = len(batch) // 2
-            continue
-        parts.append(tokens)
-        windows = windows[len(batch) :]
-    return processes.gather_rows(torch.cat(parts), count)
+
+    def written(part: slice) -> Tensor:
+        batch = range(share.start + part.start, share.start + part.stop)
+        before = length * part.start
+        return write(model, sampling, batch, lambda n: report(before + n * len(batch)))
+
+    # Random numbers belong to a window's number: any batches give the same draws.
+    own = by_rows(written, share.stop - share.start, 1, windows_at_once(model, length))
+    none = torch.empty(0, length, dtype=torch.int64)
+    return processes.gather_rows(torch.cat([none, *own]), count)

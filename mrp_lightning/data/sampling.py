@@ -142,7 +142,12 @@ def write(
                 type(model).__name__,
             )
             written = _generate(model, starts, uniforms, report, use_cache=False)
-    text = written[:, starts.shape[1] :]
+    _require_varied(written[:, starts.shape[1] :])
+    return written.cpu()
+
+
+def _require_varied(text: Tensor) -> None:
+    """Raise a `DataError` if nearly all tokens (windows, tokens) of a text are the same."""
     tokens, counts = text.unique(return_counts=True)
     frequent_token = counts.argmax()
     part = int(counts[frequent_token]) / max(text.numel(), 1)
@@ -152,7 +157,6 @@ def write(
             f"{int(tokens[frequent_token])}: {part:.0%} of its text. That is nothing to calibrate "
             "on. Name a text in `calibration` or `train_files` (`prune --text`)."
         )
-    return written.cpu()
 
 
 def _generate(

@@ -1,7 +1,6 @@
 """The documents in files: text, lines of .jsonl, and the rows of tables."""
 
 import json
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -82,12 +81,6 @@ def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
     except Exception as error:  # builders of `datasets` raise errors of many types
         # `datasets` wraps the reader's error in one of its own that names no line or byte.
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        if isinstance(cause, PermissionError) and cause.filename != str(path):
-            raise DataError(
-                f"{path} is read through the cache of `datasets`, and {cause.filename} cannot be "
-                "written. Set HF_HOME to a directory that can.",
-                argument,
-            ) from error
         reason = first_line(cause)
         raise DataError(f"{path} cannot be read as {kind[1:]} ({reason}).", argument) from error
 
@@ -106,16 +99,6 @@ def no_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip -dc",
-    b"\x28\xb5\x2f\xfd": "zstd -dc",
-    b"\xfd7zXZ\0": "xz -dc",
-    b"BZh": "bzip2 -dc",
-    b"PK\x03\x04": "unzip -p",
-}
-"""The command that unpacks a compressed file, by the first bytes of such files."""
-
-
 def _text_of(path: Path, argument: str) -> str:
     content = path.read_bytes()
     try:
@@ -124,21 +107,10 @@ def _text_of(path: Path, argument: str) -> str:
     except UnicodeDecodeError as error:
         offset, reason = error.start, error.reason
     if offset >= 0:  # a zero byte is valid UTF-8, but occurs in no text
-        for start, unpack in _COMPRESSED.items():
-            if content.startswith(start):
-                unpacked = f"{unpack} {shlex.quote(str(path))} > text.txt"
-                raise DataError(
-                    f"{path} must be UTF-8 text, and is compressed. Unpack it ({unpacked}), and "
-                    "give what comes out.",
-                    argument,
-                )
-        is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-        encoding = "utf-16" if is_utf16 else "latin1"
-        only_if = "" if is_utf16 else ", if it is Latin-1"
         raise DataError(
             f"{path} must be UTF-8 text. The byte at offset {offset:,} is 0x{content[offset]:02x} "
-            f"({reason}). Convert the file (iconv -f {encoding} -t utf-8{only_if}), or leave it "
-            "out.",
+            f"({reason}). Unpack a compressed file, convert one in another encoding (`iconv -f "
+            "ENCODING -t utf-8`), or leave it out.",
             argument,
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")

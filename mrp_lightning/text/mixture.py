@@ -56,11 +56,8 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
         for name, share in shares.items()
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1
     ]
-    if not mistakes and abs(math.fsum(shares.values()) - 1) > _TOLERANCE:
-        total = math.fsum(shares.values())
-        mistakes = [
-            f"expected shares that are 1 in all, as in {{self: 0.5, c4: 0.5}}; got {total:g}"
-        ]
+    if not mistakes and abs((total := math.fsum(shares.values())) - 1) > _TOLERANCE:
+        mistakes = [f"expected shares of 1 in all, as in {{self: 0.5, c4: 0.5}}; got {total:g}"]
     names = (SELF, _STDLIB, *CALIBRATION, *_ARGUMENTS)
     unknown = [n for n in shares if n not in names and not Path(n).expanduser().is_file()]
     if unknown:

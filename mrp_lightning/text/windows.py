@@ -1,9 +1,7 @@
 """Cut text into token windows of one length, each of which begins with the same prefix."""
 
 import random
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -69,29 +67,16 @@ def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tenso
 
 def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> Any:
     """Tokenize a text, or each of several; log a line before a text that takes seconds."""
-
-    def encode() -> Any:
-        return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-
     characters = len(text) if isinstance(text, str) else sum(map(len, text))
-    if characters <= _MANY_CHARACTERS:
-        return encode()
+    if characters > _MANY_CHARACTERS:
+        _log_of_tokenizing(characters)
+    return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+
+
+def _log_of_tokenizing(characters: int) -> None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
-    # Signal handlers run in the main thread, between two of its Python instructions, so the
-    # tokenizer's long call runs in another thread. A daemon thread, since a process that ends would
-    # wait for the threads of a pool.
-    result: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(encode())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result.result()
 
 
 _MOST_READINGS = 16

@@ -1,11 +1,7 @@
 """What is said of a pruning while it runs, where nobody sees a bar."""
 
-import hashlib
-import os
 import re
-import signal
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +17,6 @@ from mrp_lightning.loop import progress
 from mrp_lightning.pruning.job import Progress
 from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
 
@@ -125,18 +120,6 @@ def test_each_walk_is_estimated_from_its_own_blocks(clock, caplog):
     ]
 
 
-def test_the_bar_says_how_long_it_takes_yet(build, batches, monkeypatch):
-    seen: list[str] = []
-    monkeypatch.setattr(progress.ProgressReporter, "log_seldom", lambda _, text: seen.append(text))
-    monkeypatch.setattr(progress, "_BAR_SECONDS", 0)
-    loader = DataLoader(batches, batch_size=None)
-    trainer = Trainer(enable_progress_bar=False, **TRAINER)
-    trainer.predict(build("llama"), loader, callbacks=MRPCallback(pattern="2:4", method="SS"))
-    assert [text.endswith(" left") for text in seen] == [
-        not text.startswith("block 1/") for text in seen
-    ]
-
-
 def test_a_long_block_is_a_line_every_half_minute(clock, caplog):
     listener = listener_of(3)
     for k, now in enumerate((29.0, 31.0, 40.0, 60.9, 61.0)):
@@ -222,29 +205,3 @@ def test_a_long_text_is_announced(tiny_llama, caplog, monkeypatch):
     monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
     tokenize(tokenizer, "x = 1\n" * 100)
     assert [m for m in caplog.messages if m.startswith("Tokenizing ")]
-
-
-def test_a_signal_is_heard_while_a_long_text_is_tokenized(monkeypatch):
-    finished = []
-
-    def tokenizer(*_: object, **__: object) -> dict[str, list[int]]:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # a second or two without Python
-        finished.append(1)
-        return {"input_ids": [1]}
-
-    monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
-    number = signal.SIGTERM
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        with pytest.raises(Interrupted), interruptible([number]):
-            threading.Timer(0.2, os.kill, [os.getpid(), number]).start()
-            tokenize(tokenizer, "x = 1\n" * 100)
-        assert not finished
-    finally:
-        signal.signal(number, before)
-
-
-def test_what_a_long_text_ends_in_is_raised_where_it_is_wanted(monkeypatch):
-    monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
-    with pytest.raises(ZeroDivisionError):
-        tokenize(lambda *_, **__: 1 / 0, "x = 1\n" * 100)

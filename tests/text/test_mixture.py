@@ -18,7 +18,7 @@ from mrp_lightning.text.mixture import Mixture, interleaved, shares_of
         ({"self": float("nan")}, "got nan"),
         (["self", "stdlib"], r"one source, or a share of each.* Got \['self', 'stdlib'\]"),
         ("", "'' unknown"),
-        ({"self": 0.5, "c4": 0.4}, r"expected shares that are 1 in all.* got 0\.9"),
+        ({"self": 0.5, "c4": 0.4}, r"expected shares of 1 in all.* got 0\.9"),
         ({}, "got 0"),
         ({"self": 0.5, "c5": 0.5}, "'c5' unknown. Expected self .*stdlib.*c4, lambada"),
         ("slef", "'slef' unknown. Expected self"),

@@ -1,15 +1,9 @@
 """Documents of files are what the files say, or an error names the place."""
 
-import bz2
 import gzip
 import json
-import lzma
 import re
-import shlex
-import shutil
-import subprocess
 import time
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -82,17 +76,10 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
         documents_of_files([tmp_path / name], "text")
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress, bz2.compress])
-def test_compressed_text_is_named_with_the_command_that_unpacks_it(tmp_path, compress, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path, content = tmp_path / "my text.gz", "A text, and not a short one. " * 20
-    path.write_bytes(compress(content.encode()))
-    with pytest.raises(DataError, match=r"is compressed. Unpack it \(") as caught:
-        documents_of_files([path], "text")
-    (command,) = re.findall(r"Unpack it \((.*)\), and", str(caught.value))
-    if shutil.which(shlex.split(command)[0]):
-        subprocess.run(command, shell=True, check=True)
-        assert documents_of_files([Path("text.txt")], "text") == [content]
+def test_compressed_text_is_named(tmp_path):
+    (tmp_path / "text.gz").write_bytes(gzip.compress(b"A text, and not a short one. " * 20))
+    with pytest.raises(DataError, match=r"must be UTF-8 text.*Unpack a compressed file"):
+        documents_of_files([tmp_path / "text.gz"], "text")
 
 
 def test_a_binary_file_is_named(tmp_path):
