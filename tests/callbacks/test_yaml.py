@@ -16,7 +16,7 @@ import mrp_lightning.callbacks
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import BlockTuning, CausalLM, TextDataModule
 from mrp_lightning.commands.parser import Parser
-from mrp_lightning.errors import OptionError, PatternError
+from mrp_lightning.errors import PatternError
 from mrp_lightning.pruning.settings import Settings
 
 
@@ -115,14 +115,6 @@ callback:
     assert asked.block_tuning == expected
     assert asked.allocation == "output"
     assert asked.target == "dense"
-
-
-def test_what_does_not_go_beyond_single_layers_is_explained():
-    with pytest.raises(OptionError, match="`balance` scales columns for the groups of a grid"):
-        parse(
-            "callback: {class_path: callbacks.MRPCallback, "
-            "init_args: {sparsity: 0.7, balance: true}}"
-        )
 
 
 def test_the_signatures_that_are_checked_are_those_that_help_shows(capsys):
