@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from served import engine, noise, random_model, removed, scores, two_of_four
+from served import by_transformers, engine, noise, random_model, removed, scores, two_of_four
 
 pytest.importorskip("vllm", reason="needs vLLM: `make vllm`")
 
@@ -48,6 +48,24 @@ def test_rows_that_vllm_rearranges_are_refused(kind, root, packed):
     source = random_model(root / kind, kind, removed, FAMILIES[kind])
     with pytest.raises(ValueError, match=r"not as in the file|cannot read packed layers"):
         engine(packed(source, "bitmask"), dtype="float32")
+
+
+@pytest.mark.parametrize(("structure", "sparsity"), [("blocks", 0.5), ("neurons", 0.25)])
+def test_a_smaller_model_is_a_plain_one(structure, sparsity, root):
+    from torch.utils.data import DataLoader
+
+    from callbacks import MRPCallback
+    from mrp_lightning import CausalLM, Trainer
+
+    out = root / structure
+    source = random_model(root / f"{structure}-dense", "qwen2", torch.clone, FAMILIES["qwen2"])
+    prune = MRPCallback(structure=structure, sparsity=sparsity, save_dir=out)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    data = DataLoader(torch.tensor(noise()), batch_size=2)
+    trainer.predict(CausalLM(str(source)), data, callbacks=[prune])
+    ours = scores(engine(out, dtype="float32"), noise()).log_probs
+    assert (ours - by_transformers(out, noise(), torch.float32)).abs().max() < 1e-3
+    assert ours.std() > 0.1
 
 
 PARTS = {f"{x}_proj": ("qkv_proj", x) for x in "qkv"}
