@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
@@ -18,9 +17,9 @@ from transformers.utils import logging as transformers_logging
 from export.loading import load, storage_bytes
 from mrp_ground.environment import machine
 from mrp_lightning.devices import device_named
-from mrp_lightning.errors import DataError, OptionError, counted, first_line
-from mrp_lightning.models.checkpoint import build_without_weights, longest_sequence
-from mrp_lightning.models.loading import load_config, load_tokenizer
+from mrp_lightning.errors import DataError, counted, first_line
+from mrp_lightning.models.checkpoint import longest_sequence
+from mrp_lightning.models.loading import load_tokenizer
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 from mrp_sparse.huggingface import expand_bitmasks
 from mrp_sparse.packed_linear import Bitmask4Linear
@@ -78,14 +77,11 @@ def generate(options: Namespace) -> None:
     """Print the continuations that the options of `mrp-lightning generate` ask for.
 
     Raises:
-        OptionError: The device does not exist here, `--compare` names another model, or the head
-            cannot be rounded to 8 bits.
+        OptionError: The device does not exist here, or the head cannot be rounded to 8 bits.
         FileNotFoundError, FormatError, DataError: See `_generate`.
     """
     transformers_logging.disable_progress_bar()
     device = device_named(options.device)
-    if options.compare:
-        _require_same_model(options.compare, options.directory)
     print(f"On {machine(device)}\n")
     speeds = []
     for directory in filter(None, (options.compare, options.directory)):
@@ -107,59 +103,6 @@ def generate(options: Namespace) -> None:
             f"{packed.rate / dense.rate:.2f} times the tokens a second, "
             f"{packed.num_bytes / dense.num_bytes:.2f} of the memory"
         )
-
-
-_OF_A_MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-"""The entries of a configuration that neither pruning nor packing changes."""
-
-
-def _require_same_model(dense: str, directory: str) -> None:
-    """Raise, before loading, unless one directory may be a pruning of the other's model.
-
-    Raises:
-        OptionError: The configurations or embeddings differ in more than a pruning changes.
-    """
-    config, other = (load_config(path).get_text_config() for path in (dense, directory))
-    differing = [
-        f"`{key}` is {was} and {now}"
-        for key in _OF_A_MODEL
-        if (was := getattr(config, key, None)) != (now := getattr(other, key, None))
-    ]
-    if differing:
-        raise OptionError(
-            f"`--compare`: {dense} and {directory} are not one model: {'; '.join(differing)}. Give "
-            "the dense model that was pruned, or leave it out."
-        )
-    first, second = (_embeddings(path, config) for path in (dense, directory))
-    if first is not None and second is not None and first.shape == second.shape:
-        likeness = float(torch.cosine_similarity(first, second, dim=0))
-        if likeness < _LIKENESS:
-            raise OptionError(
-                f"`--compare`: {dense} and {directory} are not one model: their embeddings have a "
-                f"cosine of {likeness:.2f}, and pruning leaves them as they are. Give the dense "
-                "model that was pruned, or leave it out."
-            )
-
-
-_LIKENESS = 0.5
-"""The least cosine of embeddings of one model; unrelated models have less, trained copies more."""
-_ROWS = 1024
-
-
-def _embeddings(directory: str, config: Any) -> torch.Tensor | None:
-    """Return the first rows of a model's embeddings, flat; `None` if no safetensors has floats."""
-    model: Any = build_without_weights(config)
-    table = model.get_input_embeddings()
-    names = [f"{name}.weight" for name, module in model.named_modules() if module is table]
-    # Only the rows needed are read: a table can be a tenth of a model, and the check precedes
-    # loading.
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118
-                if any(key == name or f".{key}".endswith(f".{name}") for name in names):
-                    rows: torch.Tensor = opened.get_slice(key)[:_ROWS]
-                    return rows.float().flatten() if rows.is_floating_point() else None
-    return None
 
 
 def _generate(

@@ -20,7 +20,13 @@ from mrp_lightning.errors import counted
 from mrp_lightning.models.checkpoint import model_class
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import NAME as CARD
-from mrp_lightning.records.model_card import made_by, new_card, with_perplexities, with_section
+from mrp_lightning.records.model_card import (
+    in_markdown,
+    made_by,
+    new_card,
+    with_perplexities,
+    with_section,
+)
 from mrp_lightning.storage.files import save_text, visible_files
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import alike, listed
@@ -131,7 +137,7 @@ class ExportReport(Report):
 
     def save(self, directory: Path) -> None:
         """Write the model card, and `export_report.json` with the names of all files."""
-        if self.format in _FORMS:
+        if self.format in _TITLES:
             _write_card(self, directory)
         # The report lists all files of the directory, itself too, so it is written after the
         # others.
@@ -257,43 +263,35 @@ def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
         yield agrees, f"{head.top1_agreement:.2%}"
 
 
-_LOADERS = (
-    "Transformers loads them, and any other loader refuses them, until mrp-lightning's `export` is "
-    "imported."
-)
-_FORMS = {
-    "packed": (
-        "Packed 2:4",
-        f"`weight` holds the kept values and `weight_meta` their places. {_LOADERS}",
-    ),
-    "bitmask": (
-        "Packed as bitmasks",
-        f"`weight` holds the kept values and `weight_bits` their places. {_LOADERS}",
-    ),
-    "bitmask4": (
-        "Packed as bitmasks and four bits",
-        "`weight` holds the codes of the kept values, `weight_bits` their places and "
-        f"`weight_scales` what the codes are multiplied with. {_LOADERS}",
-    ),
-    "torchao": ("Packed 2:4 for torchao", "It runs on a CUDA device, with torchao 0.18."),
+_TITLES = {
+    "packed": "Packed 2:4",
+    "bitmask": "Packed as bitmasks",
+    "bitmask4": "Packed as bitmasks and four bits",
+    "torchao": "Packed 2:4 for torchao 0.18, on a CUDA device",
 }
+"""The titles of the sections on packed weights in model cards."""
 
 
 def _write_card(report: ExportReport, directory: Path) -> None:
-    """Write the model card of a packed or torchao export.
+    """Write the model card of an export whose zeros are not stored.
 
     It extends the card of the pruned checkpoint, if there is one, with its measured perplexities.
     """
-    title, form = _FORMS[report.format]
     source, totals = report.source, report.totals
     lines = [
         f"{totals['packed_layers']} layers take {totals['packed_fraction']:.4f} of their bytes. "
-        f"{form}",
-        *("", "```python", *_loading_code(source, report.format), "```"),
-        *_card_of_bytes(report),
-        *_card_of_parity(report),
-        *made_by(command()),
+        "Transformers loads them, and any other loader refuses them, until mrp-lightning's "
+        "`export` is imported.",
+        *("", "```python", *_loading_code(source, report.format), "```", ""),
     ]
+    if report.exported_bytes is not None:
+        lines.append(
+            f"Its weight files have {report.exported_bytes:,} bytes, those of the pruned model "
+            f"with zeros {source.num_bytes:,}."
+        )
+    if report.parity is not None:
+        lines += ["", "It was compared with the pruned model:", ""]
+        lines += [f"* {name}: {in_markdown(value)}" for name, value in _parity_rows(report.parity)]
     # The card of the pruned checkpoint is extended, and not replaced, so that its own sections
     # stay.
     text = new_card("Pruned model")
@@ -302,7 +300,8 @@ def _write_card(report: ExportReport, directory: Path) -> None:
     if (source.path / evaluation.NAME).is_file():
         scores = evaluation.read(source.path)
         text = with_perplexities(text, scores.perplexity, scores.dense)
-    (directory / CARD).write_text(with_section(text, title, lines), encoding="utf-8")
+    text = with_section(text, _TITLES[report.format], [*lines, *made_by(command())])
+    (directory / CARD).write_text(text, encoding="utf-8")
 
 
 def _loading_code(source: Checkpoint, form: str) -> list[str]:
@@ -319,38 +318,3 @@ def _loading_code(source: Checkpoint, form: str) -> list[str]:
         "",
         f'model = {architecture}.from_pretrained("DIRECTORY")',
     ]
-
-
-def _card_of_bytes(report: ExportReport) -> list[str]:
-    """Return the line on the bytes of the files."""
-    if report.exported_bytes is None:
-        return []
-    return [
-        "",
-        f"Its weight files have {report.exported_bytes:,} bytes, those of the pruned model with "
-        f"zeros {report.source.num_bytes:,}.",
-    ]
-
-
-def _card_of_parity(report: ExportReport) -> list[str]:
-    """Return the lines on how the logits compare with the pruned model's."""
-    if report.parity is None or (text := report.parity.text) is None:
-        return []
-    on = f"those of the pruned model on {text.tokens:,} tokens"
-    if text.bit_equal:
-        lines = ["", f"Its logits are equal to {on}."]
-    else:
-        agreement = (
-            f"the likeliest agrees at {text.top1_agreement:.2%}, and at "
-            f"{text.confident_agreement:.2%} of those whose margin exceeds rounding"
-        )
-        lines = ["", f"It was compared with {on}: {agreement}."]
-    if report.head is not None and (cost := report.parity.head) is not None:
-        tied = report.head.table is not None
-        heads = "Its head, and the embeddings tied to it, have" if tied else "Its head has"
-        lines.append(
-            f"{heads} 8 bits, which that model was given, too: on these tokens the likeliest "
-            f"agrees at {cost.top1_agreement:.2%} with what it is in 16 bits, and perplexity goes "
-            f"from {cost.perplexity_before:.3f} to {cost.perplexity_after:.3f}."
-        )
-    return lines

@@ -4,7 +4,6 @@ import functools
 import inspect
 import math
 import reprlib
-from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
@@ -104,25 +103,14 @@ def _rule(hint: Any, *, in_list: bool = False) -> _Rule | None:
 
 
 def _next_step(rule: _Rule, value: Any) -> str:
-    """Return a hint such as " Give 0.5." if an allowed value can be made of this one, else ""."""
-    words, fits = rule
-    if isinstance(value, str):
-        text = value.strip().capitalize() if value.strip().isalpha() else value.strip()
-        # All that `literal_eval` raises, such as for a list as a key, or for too many brackets.
-        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            if fits(parsed := literal_eval(text)):
-                return f" Give {parsed!r}, without quotes."
-        with suppress(ValueError):
-            if value.endswith("%") and fits(parsed := float(value[:-1]) / 100):
-                return f" Give {parsed:g}."
-    elif words.startswith("a Tensor"):
-        if hasattr(value, "hessian"):
-            return " Give what its `hessian()` returns."
-        if hasattr(value, "weight"):
-            return " Give its `weight`."
-        if hasattr(value, "__array__"):
-            return " `torch.from_numpy` makes a tensor of it."
-    return ""
+    """Return a hint if a Tensor can be made of a value, else ""."""
+    if not rule[0].startswith("a Tensor"):
+        return ""
+    if hasattr(value, "hessian"):
+        return " Give what its `hessian()` returns."
+    if hasattr(value, "weight"):
+        return " Give its `weight`."
+    return " `torch.from_numpy` makes a tensor of it." if hasattr(value, "__array__") else ""
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -72,15 +72,12 @@ class PackedConfig(QuantizationConfigMixin):
             self.head = {key: head[key] for key in ("module", "format_version")}
         self.quant_method: Any = form.quant_method
         self.format_version = form.version
-        self.modules: Any = modules if modules else {} if form.count else []
+        self.modules: Any = modules if modules else {} if form.counted else []
 
     @property
-    def sizes(self) -> dict[str, Mapping[str, int]]:
-        """The arguments, by name of the layer, that the layers' shapes do not determine."""
-        argument = self.layer.FORMAT.count
-        if argument:
-            return {name: {argument: count} for name, count in dict(self.modules).items()}
-        return {name: {} for name in self.modules}
+    def counts(self) -> dict[str, int]:
+        """The numbers of elements of `weight` by name of the layer; 0 where its shape suffices."""
+        return dict(self.modules) if self.layer.FORMAT.counted else dict.fromkeys(self.modules, 0)
 
 
 class PackedQuantizer(HfQuantizer):
@@ -139,7 +136,7 @@ class PackedQuantizer(HfQuantizer):
         return layer if isinstance(layer, EightBitLinear) else None
 
     def _layers(self, model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-        for name in self.quantization_config.sizes:
+        for name in self.quantization_config.counts:
             layer = model.get_submodule(name)
             assert isinstance(layer, PackedLinear)
             yield name, layer
@@ -265,7 +262,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
             head = Head.named(model, config.head["module"])
     except OptionError as error:
         problems["head"] = str(error)
-    if head is not None and head.name in config.sizes:
+    if head is not None and head.name in config.counts:
         problems["head"] = f"{head.name}: both a packed layer and the head of 8 bits"
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems.values())
@@ -273,8 +270,8 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
             f"`quantization_config` does not fit {type(model).__name__}. The class must be "
             f"the one that was exported; else export the pruned model again:\n{listed}"
         )
-    for name, sizes in config.sizes.items():
-        model.set_submodule(name, config.layer.like(modules[name], None, **sizes))
+    for name, count in config.counts.items():
+        model.set_submodule(name, config.layer.like(modules[name], count=count))
     if head is not None:
         linear: Any = model.get_submodule(head.name)
         head.put(model, EightBitLinear.like(linear))
@@ -283,7 +280,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
 def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str, str]:
     """Return, by name, the problems of layers: missing, not linear, wrong shape or count."""
     problems = {}
-    for name, sizes in config.sizes.items():
+    for name, count in config.counts.items():
         if name not in modules or not is_packable(modules[name]):
             problems[name] = f"{name}: the module has no linear layer of this name"
             continue
@@ -291,6 +288,6 @@ def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str,
         if reason := config.layer.FORMAT.why_not((rows, columns)):
             problems[name] = f"{name}: {reason}"
         # A damaged count must not allocate more elements than the dense weight has.
-        elif (count := sum(sizes.values())) > rows * columns:
+        elif count > rows * columns:
             problems[name] = f"{name}: {count:,} values are kept of {rows}×{columns} weights"
     return problems

@@ -17,7 +17,7 @@ from mrp_ground.json_files import read_json
 from mrp_ground.upstream import is_conv1d
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
-from mrp_sparse.packed_linear import weight_matrix
+from mrp_sparse.packed_linear import PackedLinear
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +61,16 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
             f"{directory} does not fit {type(module).__name__}, of which nothing was changed. The "
             f"module must be built as the one that was pruned:\n{listed}"
         )
-    if packed is not None and _is_unpacked_first(module, packed):
-        tensors |= _unpacked(module, packed, tensors)
-        packed = None
+    names = [] if packed is None else packed.counts
+    dense = {name: module.get_submodule(name) for name in names}
     if packed is not None:
         pack_modules(module, packed)
     module.load_state_dict(tensors)
-    if packed is not None and _has_fast_path(module, packed.sizes):
+    for name, linear in dense.items():
+        layer: Any = module.get_submodule(name)
+        if layer.FORMAT.row_offsets is not None and layer.weight.device.type != "cpu":
+            module.set_submodule(name, layer.give(linear, None))
+    if _has_fast_path(module, dense):
         log.warning(
             "In evaluation torch's TransformerEncoderLayer multiplies with the dense weights of "
             "its layers, which are packed now. Call torch.backends.mha.set_fastpath_enabled(False)."
@@ -75,29 +78,10 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     return module
 
 
-def _is_unpacked_first(module: nn.Module, packed: PackedConfig) -> bool:
-    """Return whether the layers are bitmasks, which only CPUs multiply with, for another device."""
-    layers: list[Any] = [module.get_submodule(name) for name in packed.sizes]
-    is_bitmask = packed.layer.FORMAT.row_offsets is not None
-    return is_bitmask and any(layer.weight.device.type != "cpu" for layer in layers)
-
-
-def _unpacked(
-    module: nn.Module, packed: PackedConfig, tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Take the packed tensors of all layers out of `tensors`, and return their dense weights."""
-    dense, form = {}, packed.layer.FORMAT
-    for name in packed.sizes:
-        layer: Any = module.get_submodule(name)
-        stored = [tensors.pop(f"{name}.{key}") for key in ("weight", *form.companions)]
-        weight = form.unpack(*stored, weight_matrix(layer).shape[1])
-        dense[f"{name}.weight"] = weight.T if is_conv1d(layer) else weight
-    return dense
-
-
 def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:
-    """Return whether a layer lies in torch's encoder layer, which reads its weight directly."""
-    owners = (module.get_submodule(name.rpartition(".")[0]) for name in names)
+    """Return whether a packed layer lies in torch's encoder layer, which reads its weight."""
+    packed = (n for n in names if isinstance(module.get_submodule(n), PackedLinear))
+    owners = (module.get_submodule(name.rpartition(".")[0]) for name in packed)
     return any(isinstance(owner, nn.TransformerEncoderLayer) for owner in owners)
 
 
@@ -164,14 +148,14 @@ def _packed_problems(
     yield from problems.values()
     if packed.head is not None:
         yield f"{packed.head['module']}: a head of 8 bits is for models of transformers"
-    for name, sizes in packed.sizes.items():
+    for name, count in packed.counts.items():
         if name in problems:
             continue
-        layer = packed.layer.like(modules[name], "meta", **sizes)
+        layer = packed.layer.like(modules[name], "meta", count=count)
         expected = {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
         shapes |= expected
         columns = layer.in_features
-        if form.count and is_conv1d(modules[name]) and columns == layer.out_features:
+        if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
             yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
         keys = [f"{name}.{key}" for key in ("weight", *form.companions)]
         if any(key not in tensors or tensors[key].shape != expected[key] for key in keys):

@@ -77,19 +77,19 @@ class FrozenLinear(nn.Module):
 
     @classmethod
     def like(
-        cls, linear: nn.Module, device: torch.device | str | None = None, **count: int
+        cls, linear: nn.Module, device: torch.device | str | None = None, **options: Any
     ) -> Self:
         """Return an uninitialised layer of `linear`'s shape and dtype, with a bias if that has one.
 
         Args:
             linear: An `nn.Linear` or a `Conv1D`. The new layer takes its training mode.
             device: Device of the tensors; `None` is that of the dense weight.
-            **count: The argument of the class that its format names as `count`, if it names one.
+            **options: Further arguments of the class.
         """
         weight = weight_matrix(linear)
         rows, columns = weight.shape
-        options: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
-        options |= {"bias": getattr(linear, "bias", None) is not None, **count}
+        options |= {"dtype": weight.dtype, "device": device or weight.device}
+        options |= {"bias": getattr(linear, "bias", None) is not None}
         return cls(columns, rows, **options).train(linear.training)
 
     def to_linear(self) -> nn.Linear:
@@ -123,11 +123,22 @@ class FrozenLinear(nn.Module):
 
 
 class PackedLinear(FrozenLinear):
-    """A linear layer whose weight is stored in a `PackedFormat`; no tensor is initialised.
+    """A linear layer whose weight is stored in a `PackedFormat`.
+
+    Args:
+        in_features: Columns of W; of 2:4 a positive multiple of 8.
+        out_features: Rows of W.
+        count: Number of elements of `weight`, where the shape of W does not determine it.
+        bias: Whether there is a b.
+        dtype: Dtype of the floating-point tensors and the activations; by default torch's.
+        device: Device of the tensors, which are not initialised.
 
     Attributes:
         weight: The stored values; their shape and dtype are the format's.
         bias: Added to each output, (out_features,), or `None`.
+
+    Raises:
+        PatternError: No weight of this shape has the format.
     """
 
     FORMAT: ClassVar[PackedFormat]
@@ -139,8 +150,9 @@ class PackedLinear(FrozenLinear):
         self,
         in_features: int,
         out_features: int,
-        count: int,
-        bias: bool,
+        count: int = 0,
+        *,
+        bias: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -218,11 +230,9 @@ class PackedLinear(FrozenLinear):
             )
         values, places, *_ = tensors
         rows = places.shape[0] if places.ndim else 0
-        count = {cls.FORMAT.count: values.numel()} if cls.FORMAT.count else {}
-        options: dict[str, Any] = {"bias": False, "device": "meta", **count}
         # A layer on the meta device has the expected shapes without memory; the given tensors then
         # take over, without a copy.
-        layer = cls(columns, rows, **options)
+        layer = cls(columns, rows, values.numel(), bias=False, device="meta")
         expected = {name: tuple(layer.state_dict()[name].shape) for name in names}
         shapes = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
         if shapes != expected or places.dtype != torch.uint8:
@@ -272,36 +282,20 @@ class PackedLinear(FrozenLinear):
 class Sparse24Linear(PackedLinear):
     """y = x Wᵀ + b with W 2:4: two values and one nibble for every four weights.
 
-    Args:
-        in_features: Columns of W, a positive multiple of 8.
-        out_features: Rows of W.
-        bias: Whether there is a b.
-        dtype: Dtype of the values, the bias and the activations; by default torch's.
-        device: Device of the tensors, which are not initialised.
-
     Attributes:
         weight: Stored values (out_features, in_features / 2); frozen.
         weight_meta: Columns of the values, uint8 (out_features, in_features / 8).
-        bias: Added to each output, (out_features,), or `None`.
         compressed: W in cuSPARSELt's layout, the fastest for prefill on a CUDA device, or `None`.
             `compress` builds it; it takes another 0.5625 of the dense bytes, depends on library and
             device and is not in the state dict. It becomes `None` after `load_state_dict`, after a
             move to another device or dtype, and when `weight` or `weight_meta` is assigned. After
             one of these is changed in place, set it to `None`.
-
-    Raises:
-        PatternError: `in_features` is no positive multiple of 8.
     """
 
     FORMAT = SPARSE24
     DERIVED = "compressed"
     weight_meta: Tensor
     compressed: Tensor | None
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *options: Any, **named: Any
-    ) -> None:
-        super().__init__(in_features, out_features, 0, bias, *options, **named)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return self.FORMAT.multiply(x, self._stored(), self.bias, self.compressed)
@@ -333,18 +327,9 @@ class Sparse24Linear(PackedLinear):
 class BitmaskLinear(PackedLinear):
     """y = x Wᵀ + b with W of any pattern of zeros: one bit a weight, and the non-zero values.
 
-    Args:
-        in_features: Columns of W.
-        out_features: Rows of W.
-        num_kept: Number of weights that are not zero.
-        bias: Whether there is a b.
-        dtype: Dtype of the values, the bias and the activations; by default torch's.
-        device: Device of the tensors, which are not initialised.
-
     Attributes:
-        weight: Stored values (num_kept,), row after row in the order of their columns; frozen.
+        weight: Stored values (count,), row after row in the order of their columns; frozen.
         weight_bits: Their columns, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
-        bias: Added to each output, (out_features,), or `None`.
         offsets: First index of each row in `weight`, int64 (out_features,). It is computed from
             `weight_bits` when these are assigned or loaded, and is not in the state dict; `None`
             while the bits have no data. After the bits are changed in place, call `derive()`.
@@ -353,17 +338,6 @@ class BitmaskLinear(PackedLinear):
     FORMAT = BITMASK
     weight_bits: Tensor
     offsets: Tensor | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_kept: int,
-        bias: bool = True,
-        *options: Any,
-        **named: Any,
-    ) -> None:
-        super().__init__(in_features, out_features, num_kept, bias, *options, **named)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return self.FORMAT.multiply(x, self._stored(), self.bias, offsets=self.offsets)
@@ -379,19 +353,10 @@ class Bitmask4Linear(PackedLinear):
 
     Products are those of the values in the layer's dtype, unless `eight_bit_activations` is set.
 
-    Args:
-        in_features: Columns of W.
-        out_features: Rows of W.
-        num_bytes: Number of bytes of the codes of all weights that are not zero.
-        bias: Whether there is a b.
-        dtype: Dtype of the scales, the bias and the activations; by default torch's.
-        device: Device of the tensors, which are not initialised.
-
     Attributes:
-        weight: Codes, uint8 (num_bytes,), two in a byte, group after group of 64 columns; frozen.
+        weight: Codes, uint8 (count,), two in a byte, group after group of 64 columns; frozen.
         weight_bits: Their columns, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
         weight_scales: A scale for each group, (out_features, ceil(in_features / 64)); frozen.
-        bias: Added to each output, (out_features,), or `None`.
         offsets: First index of each row in `weight`, int64 (out_features,); see `BitmaskLinear`.
         eight_bit_activations: Whether the compiled CPU kernels round one or two tokens of bfloat16
             to 8 bits, with a scale for each 64 columns: faster and less exact, off by default
@@ -403,17 +368,7 @@ class Bitmask4Linear(PackedLinear):
     weight_scales: Tensor
     offsets: Tensor | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_bytes: int,
-        bias: bool = True,
-        *options: Any,
-        **named: Any,
-    ) -> None:
-        super().__init__(in_features, out_features, num_bytes, bias, *options, **named)
-        self.eight_bit_activations = False
+    eight_bit_activations = False
 
     @property
     def dtype(self) -> torch.dtype:

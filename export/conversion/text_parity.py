@@ -99,7 +99,9 @@ def text_windows(
             f"`--text`: the parity gate needs {count} windows of {length} tokens, but the text "
             f"gives {len(windows)}. Give more text, or none to take the embedded text."
         )
-    return windows, ", ".join(files) or "Python's standard library (test split)"
+    return windows, ", ".join(
+        path.name for path in paths
+    ) or "Python's standard library (test split)"
 
 
 def compare_text(

@@ -143,7 +143,7 @@ def write_packed(
     names = [layer.name for layer in layers]
     # A format of variable length needs the number of elements of each layer, to build the model's
     # empty tensors before the files are read.
-    modules = {layer.name: layer.count for layer in layers} if form.count else names
+    modules = {layer.name: layer.count for layer in layers} if form.counted else names
     settings: dict[str, Any] = {"quant_method": method or form.quant_method}
     settings |= {"format_version": form.version, "modules": modules}
     settings |= {} if head is None else {"head": head.settings}

@@ -240,7 +240,7 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
             values, *others = form.pack(weight)
             parts = {"0.weight": values, "0.bias": torch.zeros(4)}
             parts |= dict(zip([f"0.{key}" for key in form.companions], others, strict=True))
-            modules = {"0": values.numel()} if form.count else ["0"]
+            modules = {"0": values.numel()} if form.counted else ["0"]
             content = {"quant_method": form.quant_method, "format_version": 1, "modules": modules}
             file = corpus / "seed.safetensors"
             save_file(parts, file)

@@ -4,7 +4,6 @@ import gc
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from jsonargparse import Namespace
@@ -27,7 +26,6 @@ from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.journal.manifest import differences
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
-from mrp_lightning.models.gguf import dequantized_once
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, read, record
 from mrp_lightning.records.report import NAME as REPORT
@@ -127,20 +125,16 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
             soft_wrap=True,
         )
     failed: dict[Trial, str] = {}
-    # The trials of a model are adjacent, as `Sweep.trials` lists them, which `groupby` needs.
-    for _, of_model in groupby(enumerate(waiting, start=1), key=lambda pair: pair[1].model):
-        numbered = list(of_model)
-        with dequantized_once(loads=len(numbered)):
-            for number, trial in numbered:
-                position = f"[{number}/{len(waiting)}]"
-                console.print(f"{position} {trial.directory} …", soft_wrap=True)
-                try:
-                    result = _make(trial, sweep, tasks)
-                except Exception as error:
-                    # Hours of other runs should not be lost; the command ends with an error.
-                    failed[trial] = f"{type(error).__name__}: {error}"
-                    result = f"{trial.directory} failed: {error}"
-                console.print(f"{position} {result}", soft_wrap=True)
+    for number, trial in enumerate(waiting, start=1):
+        position = f"[{number}/{len(waiting)}]"
+        console.print(f"{position} {trial.directory} …", soft_wrap=True)
+        try:
+            result = _make(trial, sweep, tasks)
+        except Exception as error:
+            # Hours of other runs should not be lost; the command ends with an error.
+            failed[trial] = f"{type(error).__name__}: {error}"
+            result = f"{trial.directory} failed: {error}"
+        console.print(f"{position} {result}", soft_wrap=True)
     return failed
 
 

@@ -50,8 +50,7 @@ class Sweep:
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
             `trainer.callbacks` prunes.
-        models: The models, by their names in tables. A GGUF file is dequantized once for several
-            runs of its model, which takes the memory of one more model in all but the last.
+        models: The models, by their names in tables.
         runs: The methods and recipes at each setting: a percentage ("50%") or a pattern ("2:4"),
             quoted, either of them with bits ("2:4+4bit"), or bits alone ("4bit").
         recipes: Arguments of the pruning callback, by the name that `runs` and tables use: `method`

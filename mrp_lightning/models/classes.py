@@ -25,9 +25,6 @@ from mrp_lightning.models.checkpoint import (
 )
 from mrp_lightning.models.companions import MODULES
 
-_INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "decoder_input_ids")
-"""The inputs of transformers' models, by which texts, images, sounds and second texts are read."""
-
 
 def is_causal(config: PreTrainedConfig) -> bool:
     """Return whether the class that a configuration names predicts the next token.
@@ -109,52 +106,32 @@ def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: 
     kind = model_class(config)
     # A model on the meta device suffices: the remedy depends on its inputs, not on its weights.
     model = build_without_weights(config, trust_remote_code=trust_remote_code)
-    name = type(model).__name__
-    if reads_text_alone(model):
-        raise TargetError(
-            f"`model`: {source} is a {name}, which predicts no next token; as a causal language "
-            "model it would lack parts or lose some. `mrp-lightning prune` takes it as it is, "
-            "and so does `Trainer().predict(model, loader, callbacks=[MRPCallback(…)])` of "
-            f"mrp_lightning, with `model = {kind.__name__}.from_pretrained({source!r})`."
-        )
-    raise of_other_inputs(model, kind, source)
+    require_text(model, kind, source)
+    raise TargetError(
+        f"`model`: {source} is a {type(model).__name__}, which predicts no next token; as a causal "
+        "language model it would lack parts or lose some. `mrp-lightning prune` takes it as it is, "
+        f"and so does {_predict(kind, source)}"
+    )
 
 
 def require_text(model: PreTrainedModel, kind: Any, source: str) -> None:
-    """Raise the `TargetError` of `of_other_inputs` for a model that reads more than one text."""
-    if not reads_text_alone(model):
-        raise of_other_inputs(model, kind, source)
-
-
-def of_other_inputs(model: PreTrainedModel, kind: Any, source: str) -> TargetError:
-    """Return the error for a model that reads more than text, with a LightningModule to prune it.
+    """Raise a `TargetError` for a model that reads more than one text.
 
     Args:
         model: The model, with or without weights.
         kind: The class that loads it.
         source: Its directory or hub id.
     """
-    parameters = inspect.signature(model.forward).parameters
-    inputs = [name for name in _INPUTS if name in parameters]
-    # The main input comes first even if `forward` hides it in `**kwargs`.
-    if model.main_input_name not in inputs:
-        inputs.insert(0, model.main_input_name)
-    arguments = ", ".join(f'{name}=batch["{name}"]' for name in inputs)
-    # A cache of keys and values is of no use to a single forward, and takes memory. Models that do
-    # not generate may have no such argument.
-    options = ", use_cache=False" if model.can_generate() else ""
-    lines = [
-        "class Runner(lightning.LightningModule):",
-        "    def __init__(self):",
-        "        super().__init__()",
-        f"        self.model = transformers.{kind.__name__}.from_pretrained({source!r})",
-        "    def predict_step(self, batch, batch_idx):",
-        f"        return self.model({arguments}{options})",
-    ]
-    listed = "\n".join(f"  {line}" for line in lines)
-    return TargetError(
-        f"`model`: {source} is a {type(model).__name__}, which reads {' and '.join(inputs)}; text "
-        "files give token ids alone. Calibrate it by batches of its own inputs, mappings as its "
-        f"processor makes them:\n{listed}\n"
-        "and `mrp_lightning.Trainer().predict(Runner(), loader, callbacks=[MRPCallback(…)])`."
+    if not reads_text_alone(model):
+        raise TargetError(
+            f"`model`: {source} is a {type(model).__name__}, which reads other inputs than one "
+            "text. Calibrate it by batches of its own inputs, mappings as its processor makes "
+            f"them: {_predict(kind, source)}"
+        )
+
+
+def _predict(kind: Any, source: str) -> str:
+    return (
+        "`Trainer().predict(model, loader, callbacks=[MRPCallback(…)])` of mrp_lightning, with "
+        f"`model = {kind.__name__}.from_pretrained({source!r})`."
     )

@@ -4,11 +4,8 @@ transformers reads such a file and dequantizes it. This module locates the file,
 configuration and its model, and explains errors.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -185,53 +182,8 @@ def gguf_config(file: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(**location)
 
 
-@dataclass
-class _Dequantized:
-    """The last dequantized model, by file, dtype and attention, and how many loads are to come."""
-
-    loads: int
-    models: dict[Hashable, PreTrainedModel] = field(default_factory=dict)
-
-
-_DEQUANTIZED: ContextVar[_Dequantized | None] = ContextVar("dequantized", default=None)
-
-
-@contextmanager
-def dequantized_once(loads: int) -> Iterator[None]:
-    """Keep the last dequantized model in this context, and give a copy of it to each load.
-
-    This takes the memory of one more model up to the last load, which gets the kept model itself. A
-    load beyond `loads` dequantizes anew.
-
-    Args:
-        loads: The number of loads, at least 1.
-    """
-    # A context variable, not a module's dictionary: models leave memory with the context, and
-    # threads do not share them.
-    token = _DEQUANTIZED.set(_Dequantized(loads))
-    try:
-        yield
-    finally:
-        _DEQUANTIZED.reset(token)
-
-
 def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """Return a file's dequantized model, bfloat16 by default, not shared with any other caller."""
-    kept = _DEQUANTIZED.get()
-    if kept is None:
-        return _dequantize(file, dtype, attention)
-    # Time and size stand for the content: a file that is written anew is dequantized anew.
-    state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size, dtype, attention
-    if state not in kept.models:
-        kept.models.clear()  # releases its memory before the next model is loaded
-        kept.models[state] = _dequantize(file, dtype, attention)
-    kept.loads -= 1
-    # A caller overwrites the weights when it prunes, so each but the last gets a copy.
-    return deepcopy(kept.models[state]) if kept.loads > 0 else kept.models.pop(state)
-
-
-def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """Return the dequantized model of a file, as if it had never been quantized."""
+    """Return the dequantized model of a file, bfloat16 by default, as if never quantized."""
     options = {"attn_implementation": attention} if attention else {}
     published = torch.bfloat16
     progress_log.info("Dequantizing %s …", file)  # takes half a minute for 135M parameters

@@ -26,8 +26,7 @@ class PackedFormat:
         version: Version of the format that is written and read.
         companions: Names of a layer's tensors next to the values, which are called `weight`. The
             first holds the columns of the values.
-        count: Name of the argument of a layer that gives the number of elements of `weight`, where
-            the layer's shape does not determine it; else `None`.
+        counted: Whether the shape of a layer does not determine the number of elements of `weight`.
         pack: `pack(weight)` returns the values and companions of a weight (rows, columns).
         unpack: `unpack(*tensors, columns)` returns the weight bit by bit, but −0.0 as +0.0.
         empty: `empty(shape, count, dtype)` returns uninitialised tensors of a weight of a shape.
@@ -46,7 +45,7 @@ class PackedFormat:
     quant_method: str
     version: int
     companions: tuple[str, ...]
-    count: str | None
+    counted: bool
     pack: Callable[[Tensor], tuple[Tensor, ...]]
     unpack: Callable[..., Tensor]
     empty: Callable[[tuple[int, int], int, torch.dtype], tuple[Tensor, ...]]

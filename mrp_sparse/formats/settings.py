@@ -35,7 +35,7 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
             f"`format_version`, `modules` and maybe `head`. Got {method!r}, and also "
             f"{unknown or 'nothing'}. Export the pruned model again."
         )
-    problems = list(_of_modules(settings.get("modules", ()), counted=form.count is not None))
+    problems = list(_of_modules(settings.get("modules", ()), counted=form.counted))
     if "head" in settings:
         problems += _of_head(settings["head"])
     if problems:

@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.experiments import running
 from mrp_lightning.experiments.groups import find_models
 from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.models import gguf
 
 
 def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys):
@@ -187,32 +185,6 @@ def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch, capsys):
     capsys.readouterr()
     run_sweep("--only=tiny/50-SM-*-seed0")
     assert "of which 0 are to be made" in capsys.readouterr().out
-
-
-def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, monkeypatch, capsys):
-    content = yaml.safe_load(Path("sweep.yaml").read_text())
-    options = {"model.model": str(tiny_gguf), "trainer.limit_test_batches": 1}
-    content["models"] = {"tiny": {"options": options}}
-    content |= {"runs": {"2:4": ["magnitude", "SM"]}, "seeds": [0], "save_checkpoints": True}
-    Path("sweep.yaml").write_text(yaml.safe_dump(content))
-    made = []
-    dequantize = gguf._dequantize
-    monkeypatch.setattr(gguf, "_dequantize", lambda *how: made.append(how) or dequantize(*how))
-    run_sweep()
-    assert len(made) == 1
-    assert "de-quantizing" not in capsys.readouterr().err
-    monkeypatch.setattr(running, "dequantized_once", lambda loads: nullcontext())
-    run_sweep("--out=again", "--only=*/2of4-SM-*")
-    assert len(made) == 1 + 2
-    for name in ("dense", "2of4-SM-s128-seed0"):
-        runs = [Path(out, "tiny", name) for out in ("out", "again")]
-        texts = [json.loads((run / "evaluation.json").read_text()) for run in runs]
-        assert texts[0]["perplexity"] == texts[1]["perplexity"]
-        assert texts[0]["model"] == texts[1]["model"] == str(tiny_gguf)
-    weights = [(run / "model.safetensors").read_bytes() for run in runs]
-    assert weights[0] == weights[1]
-    report = json.loads((runs[0] / "pruning_report.json").read_text())
-    assert report["config"]["base_model"] == str(tiny_gguf)
 
 
 def test_a_run_that_fails_costs_no_other(here, capsys):

@@ -40,7 +40,6 @@ def test_a_checkpoint_of_no_pattern_becomes_bitmasks(llama, capsys):
     assert settings["quant_method"] == "mrp_bitmask"
     assert settings["format_version"] == 1
     assert set(settings["modules"]) == {row["name"] for row in report["layers"]}
-    assert "weight_bits" in (packed / "README.md").read_text()
     main([str(llama), "--format", "bitmask", "--check-only"])
     assert "already packed" in refusal([str(packed)], capsys)
 

@@ -59,11 +59,9 @@ def put(linear: nn.Linear, kind: Any, packed: torch.Tensor, meta: torch.Tensor |
 
 PACKED = {
     "packed": lambda linear: Sparse24Linear.like(linear, DEVICE),
-    "bitmask": lambda linear: BitmaskLinear.like(
-        linear, DEVICE, num_kept=linear.weight.numel() // 2
-    ),
+    "bitmask": lambda linear: BitmaskLinear.like(linear, DEVICE, count=linear.weight.numel() // 2),
     "bitmask4": lambda linear: Bitmask4Linear.like(
-        linear, DEVICE, num_bytes=linear.weight.numel() // 4
+        linear, DEVICE, count=linear.weight.numel() // 4
     ),
 }
 FORMS = [*PACKED, "torchao by cuSPARSELt", "torchao by CUTLASS"]

@@ -94,7 +94,7 @@ def test_what_it_costs_is_told(packed):
     assert 0 < report["parity"]["head"]["divergence"] < 0.01
     assert report["head"]["packed_bytes"] == 2048 * (32 + 2)
     assert report["head"]["dense_bytes"] == 2048 * 64
-    assert "8 bits, which that model was given, too" in (packed / "README.md").read_text()
+    assert "before that, 8 bits for the head: perplexity: " in (packed / "README.md").read_text()
 
 
 def test_it_is_saved_again_and_made_dense(packed, ids, tmp_path):

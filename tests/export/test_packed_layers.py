@@ -105,15 +105,14 @@ def test_copies_and_state_dicts_keep_it(kind, layer, linear):
     expected = layer(x)
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert not {"offsets", "compressed"} & layer.state_dict().keys()
-    counts = () if kind[0] is Sparse24Linear else (layer.weight.numel(),)
-    sizes = (linear.in_features, 24, *counts, linear.bias is not None)
-    other = kind[0](*sizes)
+    sizes, bias = (linear.in_features, 24, layer.weight.numel()), linear.bias is not None
+    other = kind[0](*sizes, bias=bias)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), expected)
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
-    other = kind[0](*sizes, device="meta")
+    other = kind[0](*sizes, bias=bias, device="meta")
     other.load_state_dict(torch.load(file, weights_only=True), assign=True)
     assert torch.equal(other(x), expected)
 

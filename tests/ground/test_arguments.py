@@ -61,18 +61,13 @@ def test_what_the_types_allow_is_taken(arguments):
         ({"flag": None}, "`flag` must be true or false; got None."),
         ({"count": True}, "`count` must be a whole number; got True."),
         ({"count": 2.5}, "`count` must be a whole number; got 2.5."),
-        (
-            {"rate": "1e-3"},
-            "`rate` must be a number or None; got '1e-3'. Give 0.001, without quotes.",
-        ),
-        ({"rate": "{[]: 1}"}, "`rate` must be a number or None; got '{[]: 1}'."),
+        ({"rate": "1e-3"}, "`rate` must be a number or None; got '1e-3'."),
         ({"names": 5}, "`names` must be a list of text or text or None; got 5."),
         ({"names": ["a", 5]}, "`names` must be a list of text or text or None; got ['a', 5]."),
         ({"files": "a"}, "`files` must be a list of text or a path; got 'a'."),
         (
             {"flag": "x", "count": "128"},
-            "`flag` must be true or false; got 'x'. `count` must be a whole number; got '128'. "
-            "Give 128, without quotes.",
+            "`flag` must be true or false; got 'x'. `count` must be a whole number; got '128'.",
         ),
     ],
 )
@@ -130,8 +125,11 @@ COLUMNS.update(torch.eye(4))
         (lambda w, h: prune_weight(w.numpy(), h, sparsity=0.5), OptionError, "torch.from_numpy"),
         (lambda w, h: prune_weight(w, COLUMNS, sparsity=0.5), OptionError, r"its `hessian\(\)`"),
         (lambda w, h: prune_weight(nn.Linear(4, 2), h, sparsity=0.5), OptionError, "its `weight`"),
-        (lambda w, h: prune_weight(w, h, sparsity="0.5"), PatternError, "Give 0.5, without quotes"),
-        (lambda w, h: prune_weight(w, h, sparsity="50%"), PatternError, r"Give 0\.5\."),
+        (
+            lambda w, h: prune_weight(w, h, sparsity="0.5"),
+            PatternError,
+            "None; got '0.5'",
+        ),
         (lambda w, h: prune_weight(w, h, sparsity=0.5, method=5), MethodError, "must be text"),
         (lambda w, h: prune_weight(w, h, pattern=124), PatternError, 'write `pattern: "2:4"`'),
         (lambda w, h: prune_weight(w, h, pattern="1:3"), PatternError, "multiple of 3"),
@@ -151,7 +149,6 @@ COLUMNS.update(torch.eye(4))
         (lambda w, h: Trainer(devices=1.5), OptionError, "`devices` must be a list of whole numb"),
         (lambda w, h: MRPCallback(pattern="2:4", tuning=5), OptionError, "or a BlockTuning; got 5"),
         (lambda w, h: MRPCallback(pattern="2:4").save(5), OptionError, "`directory` must be"),
-        (lambda w, h: MRPCallback(pattern="2:4", resume="False"), OptionError, "Give False, with"),
         (lambda w, h: export.load(5), OptionError, "`directory` must be text or a path; got 5"),
         (lambda w, h: export.load_into(5, "x"), OptionError, "`module` must be a Module; got 5"),
         (lambda w, h: export.pack(w.numpy()), OptionError, "`weight` must be a Tensor"),

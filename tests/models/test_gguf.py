@@ -1,7 +1,6 @@
 """GGUF files, against the same tensors and tokenizer as a Hugging Face directory."""
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
-from mrp_lightning.models.gguf import dequantized_once, reading
+from mrp_lightning.models.gguf import reading
 from mrp_lightning.models.loading import load_config, load_model, load_tokenizer
 from mrp_lightning.upstream.other_names import bounded_gguf
 
@@ -68,41 +67,6 @@ def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
         assert torch.equal(tensor, module.model.state_dict()[name].bfloat16()), name
     assert float((loaded.model.layers[1].mlp.up_proj.weight == 0).float().mean()) == 0.5
     assert AutoTokenizer.from_pretrained(out)(TEXT) == module.tokenizer(TEXT)
-
-
-def test_many_runs_dequantize_once_and_none_sees_the_others(tiny_gguf, tmp_path, monkeypatch):
-    file = shutil.copy(tiny_gguf, tmp_path / "some.gguf")
-    expected = load_model(str(file), None)
-    made, originals = [], []
-    from_pretrained = AutoModelForCausalLM.from_pretrained
-
-    def counted(*args, **options):
-        made.append(options["dtype"])
-        model, loading = from_pretrained(*args, **options)
-        originals.append(model)
-        return model, loading
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
-    with dequantized_once(loads=4):
-        for _ in range(2):
-            model = load_model(str(file), None)
-            assert model.config.to_dict() == expected.config.to_dict()
-            assert model.generation_config == expected.generation_config
-            assert model.name_or_path == str(file)
-            assert model.lm_head.weight is model.model.embed_tokens.weight
-            for name, tensor in model.state_dict().items():
-                assert torch.equal(tensor, expected.state_dict()[name]), name
-            with torch.no_grad():
-                model.model.norm.weight.zero_()
-        assert made == [torch.bfloat16]
-        load_model(str(file), torch.float32)
-        assert made == [torch.bfloat16, torch.float32]
-        os.utime(file, (0, 0))  # another file, for all that is known
-        last = load_model(str(file), torch.float32)
-        assert len(made) == 3
-        assert last is originals[-1]  # the last load is no copy
-        load_model(str(file), torch.float32)  # one load more than announced
-        assert len(made) == 4
 
 
 @pytest.mark.parametrize("wanted", [True, False])
