@@ -113,6 +113,6 @@ class PruningArguments(LayerSettings):
     "blocks": of the model's blocks, those whose absence changes the model's output least.
     The result is a smaller dense model, described by an ordinary configuration. The number of
     remaining neurons is a multiple of 32; of experts, at least as many remain as each token uses.
-    For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the
-    first three; blocks, which have no method: SM). A second run can put the smaller model on a
-    grid; see docs/narrower.md."""
+    For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only; experts and
+    blocks are measured, and take SM alone. A second run can put the smaller model on a grid; see
+    docs/narrower.md."""

@@ -50,10 +50,7 @@ class ExpertRemover(Remover):
         self._structure = structure
 
     def prune(self, block: WalkedBlock) -> list[LayerResult]:
-        """Remove experts of the block: SM measures sets, wanda and magnitude rank the experts.
-
-        wanda ranks experts by Σ ‖w_e O_e‖² over the stored tokens, magnitude by ‖W‖² of all of
-        their weights.
+        """Remove experts of the block.
 
         Raises:
             TargetError: Experts are zero already, they do not get all tokens in one call,
@@ -70,11 +67,7 @@ class ExpertRemover(Remover):
         tokens = _Tokens(block, routing)
         tokens.read()
         block.report_progress(f"{layer.name}, which to remove")
-        if job.settings.recipe.method.mask.needs_inverse:
-            removed, loss, swaps = measured_set(tokens.losses, units, count)
-        else:
-            removed = _lowest(routing, tokens, job.settings.recipe.method.mask.name)[:count]
-            (loss,), swaps = tokens.losses([tuple(removed)]), None
+        removed, loss, swaps = measured_set(tokens.losses, units, count)
         own_loss = loss if block.dense_target is None else tokens.own_loss(removed)
         # All numbers are of stored tokens, so that the order of loss, energy and write is free.
         energy = tokens.energy()
@@ -188,15 +181,6 @@ class _Tokens:
         """Return the mean of ‖y‖²."""
         return self._mean(lambda batch: [batch.energy])[0]
 
-    def energies(self) -> list[float]:
-        """Return the mean of ‖w_e O_e‖², by expert."""
-
-        def of(batch: _Batch) -> list[float]:
-            own = batch.products.diagonal(dim1=1, dim2=2)
-            return (batch.weights.square() * own).sum(0, dtype=torch.float64).tolist()
-
-        return self._mean(of)
-
     def _weights(self, batch: _Batch, removed: Sequence[int]) -> Tensor:
         """Return v, the router's weights without some experts."""
         return self._routing.weights(batch.inputs, torch.tensor(removed))
@@ -272,18 +256,6 @@ class _Tokens:
 
     def _at_once(self, tokens: Tensor) -> int:
         return max(1, _AT_ONCE // (self._routing.structure.units * tokens.shape[-1]))
-
-
-def _lowest(routing: Routing, tokens: _Tokens, mask: str) -> list[int]:
-    """Return the experts sorted by their score, lowest first, ties by index."""
-    if mask == "wanda":
-        scores = torch.tensor(tokens.energies())
-    else:
-        cuts = [cut for cut in routing.parts.cuts if cut.module is routing.experts]
-        # Of all parts of an expert, since it is removed as a whole: ‖W‖² adds up over them.
-        squares = [cut.tensor.detach().float().square().flatten(1).sum(1) for cut in cuts]
-        scores = torch.stack(squares).sum(0)
-    return [int(e) for e in scores.sort(stable=True).indices]
 
 
 def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:

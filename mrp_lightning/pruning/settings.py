@@ -139,12 +139,10 @@ class Settings(PruningArguments):
                 f"{self.structure} in a first run, and put the model that it saves on a grid in a "
                 "second one, with `bits` or `grid` alone or with `pattern`."
             )
-        # After the check for all structures: experts allow fewer of its methods.
-        if self.structure == "experts" and self.method.endswith("+M"):
+        if self.structure == "experts" and self.method != "SM":
             raise MethodError(
-                "`structure: experts` leaves the experts that stay as they are: the method "
-                f"{self.method} would compensate. Take SM, wanda or magnitude; `tuning` changes "
-                "what stays."
+                "`structure: experts` measures which experts the output needs least, and takes no "
+                f"other method than SM; got {self.method}. `tuning` changes what stays."
             )
 
     def _check_allocation(self) -> None:
