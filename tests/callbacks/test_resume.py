@@ -217,20 +217,3 @@ def test_room_for_the_journal_is_asked_for(prune, llama, tmp_path, monkeypatch):
     prune(2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 8000))
     prune()  # half of the journal is there
-
-
-def test_a_journal_of_no_finished_block_refuses_no_corrected_run(llama, loader, quiet, tmp_path):
-    def die(*_: Any) -> None:
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Journal, "write", die)
-        callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
-        Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])
-    assert journal_path(tmp_path / "out").is_dir()
-    models = [llama(), llama()]
-    for model, directory in zip(models, (None, tmp_path / "out"), strict=True):
-        callback = MRPCallback(method="wanda", pattern="2:4", save_dir=directory)
-        Trainer(**quiet).predict(CausalLM(model), loader, callbacks=[callback])
-    assert_same_bits(*models)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
