@@ -190,36 +190,6 @@ class PruningCallback(Callback):
         """Return tensors that a run in progress keeps in its journal; see `Run.kept`."""
         return compute() if self._run is None else self._run.kept(name, compute)
 
-    @property
-    def state_key(self) -> str:
-        """The key of this callback's state in a Lightning checkpoint, made of all settings."""
-        # A report is only restored for the settings that it was made with: with any other, the
-        # model of the checkpoint is not yet pruned as asked.
-        return self._generate_state_key(**self.settings.config())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the report, for a Lightning checkpoint of the model."""
-        report = None if self.report is None else self.report.to_dict()
-        return {"recipe": self.settings.config(), "report": report}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore report and settings from a checkpoint, whose model is then not pruned again.
-
-        Args:
-            state_dict: The result of `state_dict`. It is ignored if its report is incomplete, or
-                `None`.
-
-        Raises:
-            FormatError: The report is damaged, or of a newer version of mrp-lightning.
-        """
-        stored = state_dict["report"]
-        report = stored and PruningReport.from_dict(stored, "the callback's state")
-        # An incomplete report would mark a partly pruned model as done, so the run is made again.
-        if report and report.complete:
-            self.report = report
-            self.settings = Settings.from_config(state_dict["recipe"])
-            self._end_run()
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:

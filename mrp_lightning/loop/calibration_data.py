@@ -3,8 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -87,20 +86,6 @@ def _warn_of_little_text(plan: Plan, sizes: Sequence[int], words: int) -> None:
         )
 
 
-@runtime_checkable
-class _DescribedData(Protocol):
-    """A data module that describes its calibration text, such as `TextDataModule`."""
-
-    seed: int
-    bos: str
-    train_files: tuple[Path, ...]
-
-    @property
-    def calibration_source(self) -> str:
-        """The name of the text."""
-        ...
-
-
 def describe_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
     """Describe the calibration data, with `None` for unknown facts; a collective call.
 
@@ -111,8 +96,8 @@ def describe_data(trainer: Trainer, steps: list[Step], processes: Processes) -> 
     own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
     shapes = [shape for process_shapes in processes.all(own_shapes) for shape in process_shapes]
     # The data of this call, since `trainer.datamodule` may be that of an earlier call.
-    data = predict_data(trainer)
-    text = data if isinstance(data, _DescribedData) else None
+    data: Any = predict_data(trainer)
+    text = data if hasattr(data, "calibration_source") else None
     return {
         "source": text and text.calibration_source,
         "files": text and [str(file.absolute()) for file in text.train_files],

@@ -1,6 +1,6 @@
 """The settings of a pruning: its arguments, checked and parsed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from mrp_lightning.narrowing.structure import BLOCKS, STRUCTURES
 from mrp_lightning.pruning.arguments import BlockTuning as BlockTuning
 from mrp_lightning.pruning.arguments import PruningArguments
 from mrp_lightning.solver.columns import check_column_method
-from mrp_lightning.solver.patterns import Dense, SemiStructured
+from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
 
@@ -94,13 +94,6 @@ class Settings(PruningArguments):
         # Without removal the tuner changes scales instead, and the grid comes first.
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Settings":
-        """Return the settings whose `config` method returned this mapping."""
-        # The inverse of `config`, in which no tuning is `None`.
-        tuning = config.get("tuning")
-        return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})
-
     def _check_head_alone(self) -> None:
         if excluded := self._given(_OF_BLOCKS):
             raise OptionError(
@@ -146,21 +139,15 @@ class Settings(PruningArguments):
             )
 
     def _check_allocation(self) -> None:
-        pattern, start = self.recipe.pattern, f"`allocation: {self.allocation}` gives blocks"
+        pattern = self.recipe.pattern
         if self.allocation not in _ALLOCATIONS:
             raise OptionError(
                 f"`allocation` must be one of {', '.join(_ALLOCATIONS)}; got {self.allocation!r}."
             )
-        if self.allocation != "uniform" and isinstance(pattern, Dense):
+        if self.allocation != "uniform" and not isinstance(pattern, Unstructured):
             raise OptionError(
-                f"{start} different sparsities, and nothing is removed. Give `sparsity` beside "
-                "`bits`, or leave `allocation` out."
-            )
-        if self.allocation != "uniform" and isinstance(pattern, SemiStructured):
-            raise OptionError(
-                f'{start} different sparsities, but pattern "{pattern}" removes {pattern.removed} '
-                f"of every {pattern.group} weights everywhere. Give `sparsity` in place of "
-                "`pattern`, or leave `allocation` out."
+                f"`allocation: {self.allocation}` gives blocks different sparsities, and all have "
+                f"the pattern {pattern}. Give `sparsity`, or leave `allocation` out."
             )
 
     def _check_target(self) -> None:
@@ -191,7 +178,7 @@ class Settings(PruningArguments):
 
     # Readers of a report need no defaults of the version that wrote it: all settings are in it.
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values, for reports; `from_config` is the inverse."""
+        """Return the settings as plain values, for reports and journals."""
         # `tuning` is written as its options, also where it is `True`: equal settings need equal
         # configs, by which a journal is resumed.
         config = {f.name: getattr(self, f.name) for f in fields(self)}

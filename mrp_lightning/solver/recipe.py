@@ -1,6 +1,5 @@
 """The recipe of a pruning: its checked pattern, method, block size, damping and grid."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrp_ground.arguments import is_count, is_number
-from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
+from mrp_lightning.errors import OptionError, PatternError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.amount import Amount
 from mrp_lightning.solver.arguments import NAMED as NAMED
@@ -65,10 +64,6 @@ def parse_method(name: str, *, tolerance: float | None = None) -> Method:
     return Method(name, MASKS[mask], compensations[compensation])
 
 
-_MOST_DAMPING = 10
-"""The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Amount):
     """The parsed `LayerSettings`. `Recipe.of` makes one from the arguments themselves.
@@ -78,7 +73,7 @@ class Recipe(Amount):
         block_size: Number of columns chosen together, a multiple of M for N:M patterns; None for
             all. Masks that are chosen at once for the whole layer ignore it.
         damping: Fraction of the mean of the Hessian's diagonal that is added to the diagonal,
-            finite and ≥ 0; above 10 it gives a `NumericalWarning`.
+            finite and ≥ 0.
 
     Raises:
         MethodError: The mask does not exist for the pattern.
@@ -108,14 +103,6 @@ class Recipe(Amount):
         value = self.damping
         if not is_number(value) or value < 0:
             raise OptionError(f"`damping` must be a finite number ≥ 0; got {value!r}.")
-        if value > _MOST_DAMPING:
-            warnings.warn(
-                f"`damping` adds {value:g} times the mean of the Hessian's diagonal to it, so that "
-                f"hardly anything is compensated; 0.01 is usual, and {_MOST_DAMPING} the most that "
-                "is ever needed.",
-                NumericalWarning,
-                stacklevel=2,
-            )
         object.__setattr__(self, "damping", float(value))
 
     @classmethod

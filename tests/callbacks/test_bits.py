@@ -144,7 +144,7 @@ def test_what_does_not_go_is_refused_at_once():
         MRPCallback(pattern="2:4", bits=2)
     with pytest.raises(OptionError, match="`bits` must be a whole number or None"):
         MRPCallback(pattern="2:4", bits="4")
-    with pytest.raises(OptionError, match="nothing is removed"):
+    with pytest.raises(OptionError, match="all have the pattern dense"):
         MRPCallback(bits=4, allocation="output")
 
 

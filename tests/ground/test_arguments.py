@@ -18,7 +18,6 @@ from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer,
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.errors import (
     MethodError,
-    NumericalWarning,
     OptionError,
     PatternError,
     TargetError,
@@ -159,8 +158,3 @@ COLUMNS.update(torch.eye(4))
 def test_public_functions_are_checked(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.ones(2, 4), torch.eye(4))
-
-
-def test_damping_that_leaves_nothing_to_compensate_is_told():
-    with pytest.warns(NumericalWarning, match=r"`damping` adds 1e\+09 times .* 0\.01 is usual"):
-        MRPCallback(pattern="2:4", damping=1e9)
