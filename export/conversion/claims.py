@@ -94,6 +94,6 @@ class Claims:
         layers = {
             row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
             for row in report.pruned
-            if row.sparsity is not None or amount.head_grid is None  # the head has no sparsity
+            if row.sparsity is not None or amount.for_head.grid is None  # a head has no sparsity
         }
         return cls(layers, structure, amount.grid, amount.grids)

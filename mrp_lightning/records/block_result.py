@@ -54,7 +54,8 @@ class BlockResult:
     Attributes:
         name: The name of the block, empty for layers outside of the blocks.
         layers: The results of its layers, those that were left dense included.
-        row: The row of the block in the report, `None` without tuning and allocation.
+        row: The row of the block in the report, `None` for a block that is not tuned and has no
+            sparsity of its own.
         weights: The parameters of pruned layers, and of others that were tuned, by their names in
             the checkpoint; in the journal of a streamed block, all tensors of the block. Empty for
             a result that needs none, since the model holds them.

@@ -15,7 +15,6 @@ from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.records.rows import BlockReport, LayerReport, mean_relative_loss
 from mrp_lightning.solver.amount import Amount
-from mrp_lightning.solver.arguments import LayerSettings
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.targets.blocks import listed
@@ -32,14 +31,8 @@ def _readable(config: dict[str, Any]) -> dict[str, Any]:
     """Return the `config` of a file; raise a ValueError if readers would refuse it later."""
     if not isinstance(config.get("method"), str):
         raise ValueError("`method` is missing, or is no string")
-    _amount(config)
+    Amount.of_config(config)
     return config
-
-
-def _amount(config: Mapping[str, Any]) -> Amount:
-    keys = ("sparsity", "pattern", "bits", "group_size", "grid", "head_grid")
-    amount = {key: config[key] for key in keys if config.get(key) is not None}
-    return Amount.parse(LayerSettings(method=config["method"], **amount))
 
 
 @dataclass
@@ -65,7 +58,7 @@ class PruningReport:
         model_weights: The number of all weights of the model, also outside layers; `None` where
             that is not known.
         files: The names of all files that were written with the report, relative to its directory.
-        blocks: The blocks in their order, in runs with tuning or allocation.
+        blocks: The blocks in their order, where they are tuned or have sparsities of their own.
         narrowed: For a narrower model, the `structure` that was removed, the number of `units` of
             each block and how many are `kept`, the number of `blocks`, the changed entries of the
             `config`, and the remaining number of weights, `model_weights`; otherwise empty. The
@@ -132,7 +125,7 @@ class PruningReport:
         Raises:
             ArgumentError: No run has such a pattern or grid.
         """
-        return _amount(self.config)
+        return Amount.of_config(self.config)
 
     @property
     def totals(self) -> dict[str, Any]:

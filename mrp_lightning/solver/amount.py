@@ -1,7 +1,8 @@
 """The amount of a pruning: which weights may remain, and which values they may have."""
 
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.solver.arguments import GROUP_SIZE, LayerSettings
@@ -48,6 +49,13 @@ class Amount:
     def is_of_head_alone(self) -> bool:
         """Whether all layers but the output head stay as they are."""
         return isinstance(self.pattern, Dense) and self.grid is None
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "Amount":
+        """Parse the settings that a report has; see `parse`."""
+        names = [each.name for each in fields(LayerSettings)]
+        given = {name: config[name] for name in names if config.get(name) is not None}
+        return cls.parse(LayerSettings(**given))
 
     @classmethod
     def parse(cls, settings: LayerSettings) -> "Amount":
