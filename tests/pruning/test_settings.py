@@ -27,7 +27,7 @@ def test_tuning_may_be_said_in_two_ways(tuning):
     ("options", "message"),
     [
         ({"target": "Dense"}, "`target` must be one of own, dense; got 'Dense'"),
-        ({"allocation": "output", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
+        ({"allocation": "output", "pattern": "2:4"}, "all have the pattern 2:4"),
         ({"bits": 5}, "`bits` must be 3, 4 or 8; got 5"),
         ({"bits": 4, "group_size": 0}, "`group_size` must be a positive number of columns"),
         ({"targets": []}, "`targets` is empty, so nothing would be pruned"),
