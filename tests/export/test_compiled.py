@@ -36,8 +36,18 @@ def has_vectors() -> bool:
 needs_vectors = pytest.mark.skipif(not has_vectors(), reason="needs a CPU with AVX-512")
 
 
-@pytest.fixture(params=[True, pytest.param(False, marks=needs_vectors)], ids=["portable", "vector"])
-def portable(request: pytest.FixtureRequest) -> bool:
+VECTORS, PORTABLE, DENSE = 1, 2, 3
+"""`Way` in operators.cpp."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(VECTORS, marks=needs_vectors, id="vectors"),
+        pytest.param(PORTABLE, id="portable"),
+        pytest.param(DENSE, marks=needs_vectors, id="dense"),
+    ]
+)
+def way(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
@@ -59,7 +69,7 @@ def assert_exact(found: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
-def test_any_pattern_of_any_width(kept, dtype, portable):
+def test_any_pattern_of_any_width(kept, dtype, way):
     for number, columns in enumerate(COLUMNS):
         tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         weight = random(rows, columns, seed=number)
@@ -70,12 +80,12 @@ def test_any_pattern_of_any_width(kept, dtype, portable):
         offsets = bitmask.row_offsets(bits)
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, bias, portable)
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, bias, way)
         assert_exact(found, weight, x, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_nibbles_are_read_as_bits(dtype, portable):
+def test_nibbles_are_read_as_bits(dtype, way):
     for number, columns in enumerate((8, 16, 32, 40, 64, 72, 128, 136, 512, 1000)):
         tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         weight = keep_two_of_four(random(rows, columns)).to(dtype)
@@ -83,7 +93,7 @@ def test_nibbles_are_read_as_bits(dtype, portable):
         values, meta = sparse24.pack(weight)
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, portable)
+        found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, way)
         assert_exact(found, weight, x, bias)
 
 
@@ -96,7 +106,7 @@ def of_four_bits(rows: int, columns: int, kept: float, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
-def test_four_bits_of_any_pattern_and_width(kept, dtype, portable):
+def test_four_bits_of_any_pattern_and_width(kept, dtype, way):
     for number, columns in enumerate(COLUMNS):
         tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         weight = of_four_bits(rows, columns, kept, number).to(dtype)
@@ -104,14 +114,12 @@ def test_four_bits_of_any_pattern_and_width(kept, dtype, portable):
         offsets = bitmask4.row_offsets(packed[1])
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
-            x, *packed, offsets, bias, False, portable
-        )
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(x, *packed, offsets, bias, False, way)
         assert_exact(found, weight, x, bias)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7])
-def test_eight_bit_activations_err_by_their_rounding_alone(tokens, portable):
+def test_eight_bit_activations_err_by_their_rounding_alone(tokens, way):
     """Each activation is off by at most half a step: a 254th of the largest of its 64."""
     for columns in (40, 64, 200, 1000):
         weight = of_four_bits(24, columns, 0.5).bfloat16()
@@ -120,9 +128,7 @@ def test_eight_bit_activations_err_by_their_rounding_alone(tokens, portable):
         x = random(tokens, columns, seed=1).bfloat16()
         x[:, columns // 2 :] *= 16
         x[0, :1] = 0.0
-        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
-            x, *packed, offsets, None, True, portable
-        )
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(x, *packed, offsets, None, True, way)
         step = torch.cat(
             [group.abs().amax(1, True).expand_as(group) / 254 for group in x.split(64, dim=1)], 1
         )
@@ -147,14 +153,14 @@ def test_four_bits_of_many_tokens_are_a_dense_product_bit_by_bit():
 
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_damaged_tensors_of_four_bits_are_refused(tokens, eight_bits, portable):
+def test_damaged_tensors_of_four_bits_are_refused(tokens, eight_bits, way):
     nibbles, bits, scales = bitmask4.pack(of_four_bits(7, 100, 0.5).bfloat16())
     offsets = bitmask4.row_offsets(bits)
     x = torch.ones(tokens, 100).bfloat16()
 
     def refused(match: str, *packed: Tensor, given: Tensor = x) -> None:
         with pytest.raises(RuntimeError, match=match):
-            torch.ops.mrp_lightning_cpu.linear_bitmask4(given, *packed, None, eight_bits, portable)
+            torch.ops.mrp_lightning_cpu.linear_bitmask4(given, *packed, None, eight_bits, way)
 
     refused("more values as kept", nibbles[:-1], bits, scales, offsets)
     refused("do not fit its values", nibbles, bits, scales, offsets + nibbles.numel() + 1)
@@ -168,7 +174,7 @@ def test_damaged_tensors_of_four_bits_are_refused(tokens, eight_bits, portable):
     refused("more columns than the input", nibbles, marked, scales, offsets)
 
 
-def test_what_is_not_finite_spreads_through_four_bits(portable):
+def test_what_is_not_finite_spreads_through_four_bits(way):
     weight = of_four_bits(5, 130, 0.5).bfloat16()
     packed = bitmask4.pack(weight)
     offsets = bitmask4.row_offsets(packed[1])
@@ -177,7 +183,7 @@ def test_what_is_not_finite_spreads_through_four_bits(portable):
         x[1, 70] = wrong
         for eight_bits in (False, True):
             found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
-                x, *packed, offsets, None, eight_bits, portable
+                x, *packed, offsets, None, eight_bits, way
             )
             assert bool(found[0].isfinite().all())
             assert not bool(found[1].isfinite().any())
@@ -224,19 +230,20 @@ def test_tensors_that_are_no_eight_bits_are_refused():
     refused("columns", codes, scales, given=x[:, :48])
 
 
+@pytest.mark.parametrize("way", [PORTABLE, pytest.param(DENSE, marks=needs_vectors)])
 @pytest.mark.parametrize("rows", [24, 4100])
-def test_many_tokens_are_a_dense_product_bit_by_bit(rows):
-    """Without AVX-512: of 4,100 rows as many at once as fit into 4 MiB."""
+def test_many_tokens_are_a_dense_product_bit_by_bit(rows, way):
+    """Without AVX-512, and with AMX: of 4,100 rows as many at once as fit into 4 MiB."""
     weight = keep_two_of_four(random(rows, 1024)).bfloat16()
     x, bias = random(17, 1024, seed=1).bfloat16(), random(rows, seed=2).bfloat16()
     values, bits = bitmask.pack(weight)
     offsets = bitmask.row_offsets(bits)
     expected = torch.nn.functional.linear(x, weight, bias)
     multiply = torch.ops.mrp_lightning_cpu
-    found = multiply.linear_bitmask(x, values, bits, offsets, bias, True)
+    found = multiply.linear_bitmask(x, values, bits, offsets, bias, way)
     assert torch.equal(found, expected)
     packed = sparse24.pack(weight)
-    assert torch.equal(multiply.linear24(x, *packed, bias, True), expected)
+    assert torch.equal(multiply.linear24(x, *packed, bias, way), expected)
 
 
 @needs_vectors
@@ -251,18 +258,18 @@ def test_the_results_of_a_token_do_not_depend_on_the_others(columns):
     packed = bitmask4.pack(weight)
     starts = bitmask4.row_offsets(packed[1])
     for run in (
-        lambda some: multiply.linear_bitmask(some, values, bits, offsets, bias, False),
-        lambda some: multiply.linear_bitmask4(some, *packed, starts, bias, False, False),
+        lambda some: multiply.linear_bitmask(some, values, bits, offsets, bias, VECTORS),
+        lambda some: multiply.linear_bitmask4(some, *packed, starts, bias, False, VECTORS),
     ):
         every = run(x)
         assert_exact(every, weight, x, bias)
         for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 64, 513):
             assert torch.equal(run(x[-tokens:]), every[-tokens:])
-    by_bits = multiply.linear_bitmask(x, values, bits, offsets, bias, False)
-    assert torch.equal(multiply.linear24(x, *sparse24.pack(weight), bias, False), by_bits)
+    by_bits = multiply.linear_bitmask(x, values, bits, offsets, bias, VECTORS)
+    assert torch.equal(multiply.linear24(x, *sparse24.pack(weight), bias, VECTORS), by_bits)
 
 
-def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
+def test_what_is_not_finite_spreads_as_in_a_dense_product(way):
     weight = torch.zeros(3, 40)
     weight[0, 3], weight[1, 35] = float("inf"), float("nan")
     x = torch.ones(2, 40)
@@ -270,20 +277,20 @@ def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
     values, bits = bitmask.pack(weight.bfloat16())
     offsets = bitmask.row_offsets(bits)
     found = torch.ops.mrp_lightning_cpu.linear_bitmask(
-        x.bfloat16(), values, bits, offsets, None, portable
+        x.bfloat16(), values, bits, offsets, None, way
     )
     assert str(found.tolist()) == "[[inf, nan, 0.0], [nan, nan, nan]]"
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_nothing_past_the_values_is_read_whatever_the_bits_say(dtype, tokens, portable):
+def test_nothing_past_the_values_is_read_whatever_the_bits_say(dtype, tokens, way):
     values, bits = bitmask.pack(torch.ones(2, 300, dtype=dtype))
     offsets = bitmask.row_offsets(bits)
     x = torch.ones(tokens, 300, dtype=dtype)
 
     def multiply(values: Tensor, offsets: Tensor) -> Tensor:
-        return torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, None, portable)
+        return torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, None, way)
 
     assert multiply(values, offsets).unique().tolist() == [300.0]
     with pytest.raises(RuntimeError, match="marks more values as kept than it has"):

@@ -220,6 +220,16 @@ struct CodedRows {
         order, _mm512_packus_epi32(_mm512_srli_epi32(lower, 16), _mm512_srli_epi32(upper, 16)));
   }
 
+  // The inverse of `arrange`.
+  MRP_AVX512 static void restore(__m512i (&halves)[2]) {
+    const __m512i lower = _mm512_unpacklo_epi16(halves[0], halves[1]);
+    const __m512i upper = _mm512_unpackhi_epi16(halves[0], halves[1]);
+    // Each 128 bits of `lower` are followed by those of `upper`.
+    halves[0] = _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper);
+    halves[1] =
+        _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), upper);
+  }
+
   // The nibbles of the rows from `begin` to `end`, of which half are thought to be kept.
   Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
     const uint8_t* last = weight.row(end - 1);

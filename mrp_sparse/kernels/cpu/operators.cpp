@@ -1,5 +1,6 @@
 // The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8.
-// With AVX-512, tokens of bfloat16 are multiplied as rows are decoded, or, if they are many, in panels;
+// With AVX-512, tokens of bfloat16 are multiplied as rows are decoded, or, if they are many, in panels
+// or, where the processor multiplies tiles (AMX), by torch, of which some rows are decoded at once;
 // without it, one or two of them row by row. All else is decoded for a dense product of some rows, or,
 // of 8 bits, multiplied by torch.
 #include "byte_rows.h"
@@ -22,10 +23,17 @@ using mrp::Tensor;
 constexpr int64_t FEW_TOKENS = 2;
 // Of 8 bits, which `byte_rows.h` widens anew for each token.
 constexpr int64_t FEW_TOKENS_OF_BYTES = 8;
+// From here on rows are decoded for torch's product where that takes tiles: to read a dense weight takes
+// it longer than to multiply it, up to hundreds of tokens, and the panels of `panels.h` take longer than
+// both. Not measured: an estimate from times of dense layers.
+constexpr int64_t TOKENS_FOR_TILES = 16;
 // Weights that a thread should have for its own.
 constexpr int64_t GRAIN = 32768;
 // Bytes of dense rows for torch's product: much more would be mapped and cleared anew by each call.
 constexpr int64_t DENSE_BYTES = 1 << 22;
+
+// How a product is computed: in the best way here or, for tests, in one of all.
+enum class Way : int64_t { best, vectors, portable, dense };
 
 template <typename T>
 const T* data_of(const Tensor& tensor) {
@@ -66,6 +74,15 @@ class Product {
   }
 
 #ifdef MRP_AVX512
+  template <typename Rows>
+  Tensor by_avx512(const Rows& weight, Way way) const {
+    if (way == Way::dense || (way == Way::best && count >= TOKENS_FOR_TILES && mrp::has_amx())) {
+      return by_dense<BFloat16>(
+          [&](int64_t r, BFloat16* dense) { mrp::decode_vectors(weight, r, dense); });
+    }
+    return by_vectors(weight);
+  }
+
   // The product with rows that are decoded into registers, for few tokens, or in panels.
   template <typename Rows>
   Tensor by_vectors(const Rows& weight) const {
@@ -144,7 +161,7 @@ class Product {
 template <typename Decode>
 Tensor packed_linear(
     const Product& product, const Tensor& values, const Tensor& places, const int64_t* offsets,
-    bool portable) {
+    Way way) {
   const Tensor stored = mrp::contiguous(values), where = mrp::contiguous(places);
   mrp::check(
       places.scalar_type() == ScalarType::Byte, "The places of a packed weight must be uint8.");
@@ -157,8 +174,8 @@ Tensor packed_linear(
     const auto decode = [&](int64_t r, T* dense) { mrp::decode_row<Decode>(weight, r, dense); };
     if constexpr (std::is_same_v<T, BFloat16>) {
 #ifdef MRP_AVX512
-      if (!portable && mrp::has_avx512()) {
-        return product.by_vectors(mrp::PackedRows<Decode>{weight});
+      if (way != Way::portable && mrp::has_avx512()) {
+        return product.by_avx512(mrp::PackedRows<Decode>{weight}, way);
       }
 #endif
       if (product.count <= FEW_TOKENS) {
@@ -188,26 +205,27 @@ int64_t columns_of(const Tensor& x) {
 
 Tensor bitmask(
     const Tensor& x, const Tensor& values, const Tensor& bits, const Tensor& offsets,
-    const Bias& bias, bool portable) {
+    const Bias& bias, Way way) {
   const Tensor starts = check_bits(bits, offsets, columns_of(x));
   mrp::check(values.dim() == 1, "The values must have one dimension, not ", values.dim(), ".");
   const Product product(x, values.scalar_type(), bias, bits.size(0), columns_of(x));
-  return packed_linear<mrp::Bits>(product, values, bits, data_of<int64_t>(starts), portable);
+  return packed_linear<mrp::Bits>(product, values, bits, data_of<int64_t>(starts), way);
 }
 
 template <typename T>
 Tensor coded_linear(
-    const Product& product, const mrp::Coded<T>& weight, bool eight_bits, bool portable) {
+    const Product& product, const mrp::Coded<T>& weight, bool eight_bits, Way way) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     const bool few = product.count <= FEW_TOKENS;
 #ifdef MRP_AVX512
-    if (!portable && mrp::has_avx512() && !(few && eight_bits)) {
-      return product.by_vectors(mrp::CodedRows{weight});
+    if (way != Way::portable && mrp::has_avx512() && !(few && eight_bits)) {
+      return product.by_avx512(mrp::CodedRows{weight}, way);
     }
 #endif
     if (few) {
       const mrp::CodedProduct some(
-          data_of<T>(product.x), product.count, product.columns, eight_bits, portable);
+          data_of<T>(product.x), product.count, product.columns, eight_bits,
+          way == Way::portable);
       return product.by_rows([&](auto... range) { some.multiply(weight, range...); });
     }
   }
@@ -217,7 +235,7 @@ Tensor coded_linear(
 
 Tensor bitmask4(
     const Tensor& x, const Tensor& nibbles, const Tensor& bits, const Tensor& scales,
-    const Tensor& offsets, const Bias& bias, bool eight_bits, bool portable) {
+    const Tensor& offsets, const Bias& bias, bool eight_bits, Way way) {
   const int64_t columns = columns_of(x);
   const Tensor starts = check_bits(bits, offsets, columns);
   mrp::check(
@@ -238,19 +256,19 @@ Tensor bitmask4(
     const mrp::Coded<T> weight{
         first, first + stored.numel(), data_of<uint8_t>(where), where.size(1), columns,
         data_of<T>(factors), data_of<int64_t>(starts)};
-    return coded_linear(product, weight, eight_bits, portable);
+    return coded_linear(product, weight, eight_bits, way);
   });
 }
 
 Tensor of_four(
-    const Tensor& x, const Tensor& values, const Tensor& meta, const Bias& bias, bool portable) {
+    const Tensor& x, const Tensor& values, const Tensor& meta, const Bias& bias, Way way) {
   mrp::check(
       values.dim() == 2 && meta.dim() == 2 && values.size(0) == meta.size(0) &&
           values.size(1) == 4 * meta.size(1),
       "Values of shape ", mrp::as_text(values), " and meta of shape ", mrp::as_text(meta),
       " are not those of one 2:4 weight.");
   const Product product(x, values.scalar_type(), bias, meta.size(0), 2 * values.size(1));
-  return packed_linear<mrp::Nibbles>(product, values, meta, nullptr, portable);
+  return packed_linear<mrp::Nibbles>(product, values, meta, nullptr, way);
 }
 
 // At an address that torch's product can read from: that of a tensor of a file may be none.
@@ -296,18 +314,18 @@ Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, con
 Tensor linear_bitmask(
     const Tensor& x, const Tensor& values, const Tensor& bits, const Tensor& offsets,
     const Bias& bias) {
-  return bitmask(x, values, bits, offsets, bias, false);
+  return bitmask(x, values, bits, offsets, bias, Way::best);
 }
 
 Tensor linear_bitmask4(
     const Tensor& x, const Tensor& nibbles, const Tensor& bits, const Tensor& scales,
     const Tensor& offsets, const Bias& bias, bool eight_bits) {
-  return bitmask4(x, nibbles, bits, scales, offsets, bias, eight_bits, false);
+  return bitmask4(x, nibbles, bits, scales, offsets, bias, eight_bits, Way::best);
 }
 
 Tensor linear24(
     const Tensor& x, const Tensor& values, const Tensor& meta, const Bias& bias, const Bias&) {
-  return of_four(x, values, meta, bias, false);
+  return of_four(x, values, meta, bias, Way::best);
 }
 
 }  // namespace
@@ -319,20 +337,40 @@ STABLE_TORCH_LIBRARY_IMPL(mrp_lightning, CPU, library) {
   library.impl("linear8", TORCH_BOX(&linear8));
 }
 
-// For tests: the same, with the choice of the instructions.
+// For tests: the same, with the choice of the way, by its number.
+namespace {
+
+Tensor test_bitmask(
+    const Tensor& x, const Tensor& values, const Tensor& bits, const Tensor& offsets,
+    const Bias& bias, int64_t way) {
+  return bitmask(x, values, bits, offsets, bias, Way(way));
+}
+
+Tensor test_bitmask4(
+    const Tensor& x, const Tensor& nibbles, const Tensor& bits, const Tensor& scales,
+    const Tensor& offsets, const Bias& bias, bool eight_bits, int64_t way) {
+  return bitmask4(x, nibbles, bits, scales, offsets, bias, eight_bits, Way(way));
+}
+
+Tensor test_24(
+    const Tensor& x, const Tensor& values, const Tensor& meta, const Bias& bias, int64_t way) {
+  return of_four(x, values, meta, bias, Way(way));
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(mrp_lightning_cpu, library) {
   library.def(
-      "linear_bitmask(Tensor x, Tensor values, Tensor bits, Tensor offsets, Tensor? bias, bool portable)"
+      "linear_bitmask(Tensor x, Tensor values, Tensor bits, Tensor offsets, Tensor? bias, int way)"
       " -> Tensor");
   library.def(
       "linear_bitmask4(Tensor x, Tensor nibbles, Tensor bits, Tensor scales, Tensor offsets,"
-      " Tensor? bias, bool eight_bits, bool portable) -> Tensor");
-  library.def(
-      "linear24(Tensor x, Tensor values, Tensor meta, Tensor? bias, bool portable) -> Tensor");
+      " Tensor? bias, bool eight_bits, int way) -> Tensor");
+  library.def("linear24(Tensor x, Tensor values, Tensor meta, Tensor? bias, int way) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mrp_lightning_cpu, CPU, library) {
-  library.impl("linear_bitmask", TORCH_BOX(&bitmask));
-  library.impl("linear_bitmask4", TORCH_BOX(&bitmask4));
-  library.impl("linear24", TORCH_BOX(&of_four));
+  library.impl("linear_bitmask", TORCH_BOX(&test_bitmask));
+  library.impl("linear_bitmask4", TORCH_BOX(&test_bitmask4));
+  library.impl("linear24", TORCH_BOX(&test_24));
 }
