@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrp_lightning.commands.command import CommandParser, exit_on_mistake, number_from
+from mrp_lightning.commands.first_checks import check_directory
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 2: a mistake of the user's."""
     with exit_on_mistake():
         options = _parser().parse_args(args)
+        check_directory(options.directory, "DIR")
+        if options.compare is not None:
+            check_directory(options.compare, "--compare")
         # Only now: it loads torch and transformers, which help and mistakes need not wait for.
         from export.continuation import generate
 

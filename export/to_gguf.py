@@ -10,7 +10,9 @@ from typing import Any
 
 from mrp_lightning import errors
 from mrp_lightning.commands.command import CommandParser, exit_on_mistake
-from mrp_lightning.environment import extra
+from mrp_lightning.commands.first_checks import check_directory
+from mrp_lightning.environment import require_extra
+from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.storage.outputs import save_file
 
 _TYPES = (
@@ -42,12 +44,11 @@ def convert(options: Namespace) -> Path:
         OptionError: `--out` or `--like` is no GGUF file, or both are one; see also `write_gguf`.
         ParityError: See `write_gguf`.
     """
+    like = _first_checks(options)
     # Only now: they load transformers, which help and a mistake need not wait for.
-    with extra("gguf", "Writing a GGUF file"):
-        from export.gguf.file import write_gguf
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
     from export.conversion.claims import Claims
-    from mrp_lightning.models.gguf import find_gguf
+    from export.gguf.file import write_gguf
     from mrp_lightning.records.grid_file import NAME as PARAMETERS
 
     silence_transformers()
@@ -66,19 +67,10 @@ def convert(options: Namespace) -> Path:
     out = Path(
         options.out or run.with_name(f"{run.name}{'' if kind == 'auto' else f'-{kind}'}.gguf")
     )
-    out = out.expanduser().resolve()
-    if out.suffix != ".gguf" or out.is_dir():
-        raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
-    if options.like is not None and not Path(options.like).expanduser().exists():
-        raise FileNotFoundError(f"`--like`: there is no file {options.like}. Give one that exists.")
-    like = None if options.like is None else find_gguf(options.like)
-    if like is None and options.like is not None:
-        raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")
     # The file of `--like` is read while the output is written, and the user may have no other copy.
-    if like is not None and out == like.resolve():
+    if like is not None and out.expanduser().resolve() == like.resolve():
         raise errors.OptionError(f"`--out` {out} must not be the file of `--like`.")
-    if os.path.lexists(out) and not options.overwrite:
-        raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
+    out = _checked_output(out, options)
     checkpoint = open_checkpoint(run)
     with save_file(out, argument="--out") as partial:
         written = write_gguf(checkpoint, like, partial, kind, options.embedding_type)
@@ -94,6 +86,34 @@ def convert(options: Namespace) -> Path:
         sys.stdout.write("Each holds the weights of the checkpoint to the bit.\n")
     for note in written.notes:
         sys.stdout.write(f"Note: {note}\n")
+    return out
+
+
+def _first_checks(options: Namespace) -> Path | None:
+    """Check what options name before torch is loaded; return the file of `--like`, if there is one.
+
+    `convert` lists the errors.
+    """
+    require_extra("gguf", "Writing a GGUF file")
+    check_directory(options.checkpoint, "RUN")
+    if options.out is not None and options.like is None:
+        _checked_output(Path(options.out), options)
+    if options.like is None:
+        return None
+    if not Path(options.like).expanduser().exists():
+        raise FileNotFoundError(f"`--like`: there is no file {options.like}. Give one that exists.")
+    if (like := find_gguf(options.like)) is None:
+        raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")
+    return like
+
+
+def _checked_output(out: Path, options: Namespace) -> Path:
+    """Return the absolute path of the file to write, which may be written."""
+    out = out.expanduser().resolve()
+    if out.suffix != ".gguf" or out.is_dir():
+        raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
+    if os.path.lexists(out) and not options.overwrite:
+        raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
     return out
 
 

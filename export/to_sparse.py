@@ -8,6 +8,8 @@ from typing import Any
 
 from export import to_gguf
 from mrp_lightning.commands.command import CommandParser, exit_on_mistake
+from mrp_lightning.commands.first_checks import check_directory, check_output
+from mrp_lightning.environment import require_extra
 
 FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors", "gptq")
 """The keys of `TARGETS`, which loads torch."""
@@ -22,6 +24,10 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
         options = _parser().parse_args(args)
+        check_directory(options.checkpoint, "CKPT")
+        check_output(options.out, overwrite=options.overwrite or options.check_only)
+        if options.format == "torchao":
+            require_extra("torchao", "`--format torchao`")
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.checkpoint import silence_transformers
         from export.packing import PackingOptions, convert, engine_grid

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 from mrp_lightning.errors import DependencyError
@@ -66,6 +67,30 @@ def extra(name: str, purpose: str) -> Iterator[None]:
             f"{purpose} needs a package that is not installed ({error}): "
             f"pip install {_requirement(name)}"
         ) from error
+
+
+_PACKAGES = {
+    "data": ("datasets",),
+    "zeroshot": ("lm_eval", "accelerate"),
+    "report": ("jinja2", "matplotlib", "pandas"),
+    "gguf": ("gguf", "accelerate"),
+    "torchao": ("torchao",),
+}
+"""The modules of the extras that a command needs for some of its options."""
+
+
+def require_extra(name: str, purpose: str) -> None:
+    """Raise, without importing any, if a package of an extra of `pyproject.toml` is missing.
+
+    Raises:
+        DependencyError: Packages are missing; the message lists all, with the command.
+    """
+    missing = [module for module in _PACKAGES[name] if find_spec(module) is None]
+    if missing:
+        raise DependencyError(
+            f"{purpose} needs packages that are not installed ({', '.join(missing)}): "
+            f"pip install {_requirement(name)}"
+        )
 
 
 def _requirement(extra_name: str) -> str:

@@ -29,8 +29,9 @@ from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.models.classes import is_causal
-from mrp_lightning.models.gguf import find_gguf, located
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.narrowing.structure import BLOCKS
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.settings import Settings

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.commands.command import CommandParser, number_from
+from mrp_lightning.commands.first_checks import check_directory, check_output, check_text
 from mrp_lightning.errors import OptionError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def main(args: list[str]) -> None:
     """
     parser = _parser()
     options = parser.parse_args(args)
+    with parser.options_in_messages():
+        check_directory(options.run, "RUN")
+        check_text(None if options.text == [_OWN] else options.text, options.text_column)
+        check_output(options.out, overwrite=options.overwrite)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.commands.quiet import quiet_lightning
     from mrp_lightning.records.report import NAME, PruningReport

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrp_lightning.commands.command import CommandParser, add_model_options
+from mrp_lightning.commands.first_checks import check_model
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -15,6 +16,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(args)
+    check_model(options.model, options.gguf_file)
     # Imported late, since help and wrong options need not wait for torch.
     from mrp_lightning.commands.listing import listing_of, write_listing
 

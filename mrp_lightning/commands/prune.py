@@ -15,7 +15,8 @@ from mrp_lightning.commands.command import (
     add_model_options,
     number_from,
 )
-from mrp_lightning.environment import extra
+from mrp_lightning.commands.first_checks import check_model, check_output, check_text
+from mrp_lightning.environment import extra, require_extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.arguments import PruningArguments
 
@@ -60,6 +61,7 @@ def main(args: list[str]) -> None:
     parser = _parser(args)
     options = parser.parse_args(args)
     with parser.options_in_messages():
+        _first_checks(options)
         settings = _settings(options)
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
@@ -99,6 +101,17 @@ def main(args: list[str]) -> None:
     is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
     steps = _next_steps(out, conversions, settings, is_causal)
     console.print(problem or steps, soft_wrap=True)
+
+
+def _first_checks(options: Namespace) -> None:
+    """Raise for an option that names what is not there, before torch is loaded."""
+    check_model(options.model, options.gguf_file)
+    check_text(options.train_files, options.text_column)
+    check_output(options.save_dir, overwrite=options.overwrite)
+    if options.gguf is not None:
+        require_extra("gguf", "Writing a GGUF file")
+    if options.format == "torchao":
+        require_extra("torchao", "`--format torchao`")
 
 
 def _settings(options: Namespace) -> "Settings":

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from mrp_lightning.commands.command import CommandParser, add_model_options, number_from
-from mrp_lightning.environment import extra, progress_log, why_no_hub
+from mrp_lightning.commands.first_checks import check_model
+from mrp_lightning.environment import extra, progress_log, require_extra, why_no_hub
 from mrp_lightning.errors import DataError, MissingFileError, OptionError
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.evaluation import Scores
@@ -211,6 +212,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results; `load_tasks` and `CausalLM` list errors."""
     parser = _parser()
     options = parser.parse_args(args)
+    require_extra("zeroshot", "Running zero-shot tasks")
+    check_model(options.model, options.gguf_file)
     with parser.options_in_messages():
         _run(options)
 

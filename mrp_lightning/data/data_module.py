@@ -18,6 +18,7 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import load_tokenizer
+from mrp_lightning.text.documents import expanded
 from mrp_lightning.text.mixture import (
     SELF,
     Mixture,
@@ -37,7 +38,6 @@ from mrp_lightning.text.sources import (
     StandardLibrary,
     TextFiles,
     TextSource,
-    expanded,
     find_files,
 )
 from mrp_lightning.text.windows import Cutter, Windows

@@ -10,7 +10,8 @@ from typing import Any
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.models.checkpoint import directory_of, weight_files
-from mrp_lightning.models.gguf import find_gguf, located
+from mrp_lightning.models.gguf import located
+from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.storage.files import sha256_of
 
 _BESIDE_WEIGHTS = ("config.json", "*token*", "vocab*", "merges.txt", "*.model", "*.py")

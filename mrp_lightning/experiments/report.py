@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.commands.command import CommandParser
-from mrp_lightning.environment import extra
+from mrp_lightning.environment import require_extra
 from mrp_lightning.errors import counted
 from mrp_lightning.storage.files import check_output_file, save_ours
 
@@ -20,6 +20,7 @@ def main(args: Sequence[str]) -> None:
             was changed, and `--overwrite` is not given. `find_runs` raises more.
     """
     options = _parser().parse_args(args)
+    require_extra("report", "`report`")
     # Imported late, since help and mistakes need not wait for torch.
     from mrp_lightning.experiments.runs import common_parent, find_runs
 
@@ -27,8 +28,8 @@ def main(args: Sequence[str]) -> None:
     root = common_parent(options.run_dir)
     directory = runs[0].directory if runs[0].unfinished else root
     out = options.out or directory / "report.html"
-    with extra("report", "`report`"):
-        from mrp_lightning.experiments.page import make_page
+    from mrp_lightning.experiments.page import make_page
+
     if not options.overwrite or out.is_dir():
         check_output_file(out, "--out", "allow it to be replaced with --overwrite")
     command = shlex.join(["mrp-lightning", "report", *args])

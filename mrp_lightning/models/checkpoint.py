@@ -91,17 +91,6 @@ def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> Non
     )
 
 
-def is_path(source: str) -> bool:
-    """Return whether a name that does not exist locally can only be a path, not a hub id.
-
-    This saves a request to the hub, which is slow if the hub cannot be reached. `runs/x` has the
-    form of a hub id, but counts as a path if there is a directory `runs`.
-    """
-    path = Path(source).expanduser()
-    starts_like_one = path.is_absolute() or source.startswith((".", "~"))
-    return starts_like_one or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return a directory's files from which transformers would read weights; empty if none.
 

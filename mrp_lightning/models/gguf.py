@@ -23,13 +23,12 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, progress_log, why_no_hub
-from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
+from mrp_lightning.errors import DependencyError, FormatError, TargetError
 from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
+from mrp_lightning.models.locations import gguf_files, refuse_empty
 from mrp_lightning.upstream.other_names import bounded_gguf, bounded_gguf_readers
-
-_SUFFIX = ".gguf"
 
 
 def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
@@ -41,14 +40,14 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
         FileNotFoundError: There is no such file.
         OptionError: The source is empty.
     """
-    _refuse_empty(source)
+    refuse_empty(source)
     if gguf_file is None:
         return source
     directory = Path(source).expanduser()
     if directory.exists():
         if (directory / gguf_file).is_file():
             return str(directory / gguf_file)
-        there = ", ".join(_gguf_files(directory)) or "none"
+        there = ", ".join(gguf_files(directory)) or "none"
         raise FileNotFoundError(
             f"`gguf_file`: {source} has no file {gguf_file}. Name one of its .gguf files: {there}."
         )
@@ -60,47 +59,6 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
             f"`gguf_file`: {source} is no directory, and the hub gives no {gguf_file} of that name."
             f" ({why_no_hub() or error})"
         ) from error
-
-
-def find_gguf(source: str) -> Path | None:
-    """Return the GGUF file of a model source; `None` if the source is of another kind.
-
-    The source may be the path of the file, or a directory that holds one GGUF file and no
-    `config.json`.
-
-    Raises:
-        FileNotFoundError: `source` ends in .gguf, and there is no such file.
-        OptionError: The directory holds several GGUF files, or the source is empty.
-    """
-    _refuse_empty(source)
-    path = Path(source).expanduser()
-    if path.suffix == _SUFFIX and not path.is_dir():
-        if not path.is_file():
-            raise FileNotFoundError(f"`model`: there is no file {source}. Give one that exists.")
-        return path
-    # A directory with config.json is a Hugging Face model, even with a GGUF file in it.
-    if not path.is_dir() or (path / "config.json").is_file():
-        return None
-    names = _gguf_files(path)
-    if len(names) > 1:
-        raise OptionError(
-            f"`model`: {source} holds {len(names)} GGUF files: {', '.join(names)}. Name one of "
-            f"them with `gguf_file`, or give its path: {path / names[0]}."
-        )
-    return path / names[0] if names else None
-
-
-def _refuse_empty(source: str) -> None:
-    """Raise for an empty name, which as a path would be the working directory."""
-    if not source.strip():
-        raise OptionError(
-            f"`model` or `tokenizer` is empty ({source!r}). Name a directory, a hub id or a .gguf "
-            "file; the working directory is `.`."
-        )
-
-
-def _gguf_files(directory: Path) -> list[str]:
-    return sorted(file.name for file in directory.glob(f"*{_SUFFIX}"))
 
 
 @contextmanager

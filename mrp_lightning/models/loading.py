@@ -41,7 +41,6 @@ from mrp_lightning.models.checkpoint import (
     build_without_weights,
     directory_of,
     found_at,
-    is_path,
     model_class,
     names_in_model,
     refuse_adapter,
@@ -54,8 +53,9 @@ from mrp_lightning.models.checkpoint import (
 from mrp_lightning.models.classes import name_class_of_files, require_causal, require_text
 from mrp_lightning.models.companions import MODULES, VOCABULARIES, directories_of_modules
 from mrp_lightning.models.damage import explained_damage, not_loaded, read_pickle
-from mrp_lightning.models.gguf import find_gguf, gguf_config, gguf_model, has_tokenizer, reading
+from mrp_lightning.models.gguf import gguf_config, gguf_model, has_tokenizer, reading
 from mrp_lightning.models.integrity import check_files, check_values, left_out, misfits
+from mrp_lightning.models.locations import find_gguf, is_path, require_model
 from mrp_lightning.upstream.transformers_names import conversions_at_loading, dtypes_kept
 
 
@@ -100,20 +100,8 @@ def load_config(
     if file := find_gguf(source):
         return gguf_config(file)
     path = Path(source).expanduser()
-    # Local paths are settled before the hub is asked: a misspelt directory would be taken for a hub
-    # id, and its error would speak of the network.
     refuse_adapter(source, "model")
-    if path.exists() and not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "
-            "a .gguf file; a Lightning .ckpt is given as `ckpt_path`."
-        )
-    if not path.exists() and is_path(source):
-        searched = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise FileNotFoundError(
-            f"`model`: there is no directory {source}{searched}. Give a model directory that "
-            "exists, or a hub id (OWNER/NAME, where OWNER is no directory here)."
-        )
+    require_model(source)
     with _explained_absence(source):
         try:
             location = found_at(source)

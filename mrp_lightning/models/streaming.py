@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import names_in_model
-from mrp_lightning.models.gguf import find_gguf
 from mrp_lightning.models.loading import load_model
+from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
 from mrp_lightning.upstream.torch_names import APPLY
 from mrp_lightning.upstream.transformers_names import loading_weights_by

@@ -1,7 +1,9 @@
-"""The documents in files: text, lines of .jsonl, and the rows of tables."""
+"""The documents in files: text, lines of .jsonl, and the rows of tables; without torch."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ from textwrap import shorten
 from typing import Any, TypeGuard
 
 from mrp_lightning.environment import extra
-from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.errors import DataError, MissingFileError, first_line
 
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """The builder of `datasets` that reads each kind of table."""
@@ -160,3 +162,86 @@ def _is_conversation(value: Any) -> TypeGuard[list[dict[str, Any]]]:
         and bool(value)
         and all(isinstance(message, dict) and "role" in message for message in value)
     )
+
+
+def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
+    """Expand the directories and wildcards in the paths of each argument, sorted within each path.
+
+    A directory stands for the text files and tables beneath it that are not hidden. A path with
+    wildcards (`*`, `**`, `?`, `[…]`) stands for all files that match it, unless a file of that very
+    name exists.
+
+    Raises:
+        MissingFileError: Paths match no file; the message lists all of them.
+    """
+    files = {name: [(path, files_of(path)) for path in paths[name]] for name in paths}
+    missing: dict[str, list[str]] = {}
+    for name, matches in files.items():
+        for path, each in matches:
+            if not each:
+                is_empty = f"{path} is a directory without text files and tables"
+                is_url = re.match(r"https?:/", str(path)) is not None
+                download = " (download it first: no URLs are read)" * is_url
+                problem = is_empty if path.is_dir() else f"no such file: {path}{download}"
+                missing.setdefault(name, []).append(problem)
+    problems = {name: "; ".join(each) for name, each in missing.items()}
+    if len(problems) == 1:
+        ((name, problem),) = problems.items()
+        raise MissingFileError(f"{problem}.", name)
+    if problems:
+        listed = "; ".join(f"`{name}`: {problem}" for name, problem in problems.items())
+        raise MissingFileError(f"{listed}.")
+    return {name: [file for _, each in files[name] for file in each] for name in files}
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that a path stands for; none if it matches no file."""
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if _is_text(file, path))
+    # The directories that exist are names, also where these have brackets; the rest is a pattern.
+    directory = next(each for each in path.parents if each.is_dir())
+    pattern = str(path.relative_to(directory))
+    return sorted(file for file in directory.glob(pattern) if file.is_file())
+
+
+def _is_text(file: Path, directory: Path) -> bool:
+    """Return whether a file in a directory is not hidden, and a table or begins as UTF-8 text."""
+    if any(part.startswith(".") for part in file.relative_to(directory).parts):
+        return False
+    if not file.is_file() or file.suffix.lower() in TABLES:
+        return file.is_file()
+    with file.open("rb") as content:
+        start = content.read(_SNIFFED)
+    with suppress(UnicodeDecodeError):
+        getincrementaldecoder("utf-8")().decode(start)  # may end within a character
+        return 0 not in start
+    return False
+
+
+_SNIFFED = 8192  # bytes
+
+
+_DOCUMENTS = 20
+"""The number of documents from which on whole documents are held out, not the end of each."""
+
+
+def divided(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the documents to calibrate on, and those that are held out: a tenth."""
+    # Whole documents are the better test, since the end of a document depends on its start. A tenth
+    # of few documents would be none or one.
+    if len(texts) >= _DOCUMENTS:
+        held_out = [text for i, text in enumerate(texts) if i % 10 == 9]
+        return [text for i, text in enumerate(texts) if i % 10 != 9], held_out
+    cuts = [(text, _last_tenth(text)) for text in texts]
+    return [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
+
+
+def _last_tenth(text: str) -> int:
+    """Return the index at which the last tenth of a text begins, at a line's start if possible."""
+    start = len(text) * 9 // 10
+    line = text.find("\n", start) + 1
+    # A line's start counts only if it leaves at least a twentieth of the text: in a text of one
+    # long line it would leave nothing.
+    return line if 0 < line < len(text) - len(text) // 20 else start

@@ -5,12 +5,10 @@ lab/paper.md gives the published texts, which are cut into windows by the protoc
 
 import hashlib
 import os
-import re
 import shlex
 import sysconfig
 from abc import ABC, abstractmethod
-from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
-from mrp_lightning.errors import DataError, MissingFileError, first_line
-from mrp_lightning.text.documents import TABLES, Conversation, documents_of_files, no_bars
+from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.text.documents import (
+    Conversation,
+    divided,
+    documents_of_files,
+    files_of,
+    no_bars,
+)
 from mrp_lightning.text.windows import (
     SEPARATOR,
     Cutter,
@@ -134,68 +138,6 @@ def _library_files(split: Split) -> Iterator[Path]:
             yield path
 
 
-_DOCUMENTS = 20
-"""The number of documents from which on whole documents are held out, not the end of each."""
-
-
-def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
-    """Expand the directories and wildcards in the paths of each argument, sorted within each path.
-
-    A directory stands for the text files and tables beneath it that are not hidden. A path with
-    wildcards (`*`, `**`, `?`, `[…]`) stands for all files that match it, unless a file of that very
-    name exists.
-
-    Raises:
-        MissingFileError: Paths match no file; the message lists all of them.
-    """
-    files = {name: [(path, _files_of(path)) for path in paths[name]] for name in paths}
-    missing: dict[str, list[str]] = {}
-    for name, matches in files.items():
-        for path, each in matches:
-            if not each:
-                is_empty = f"{path} is a directory without text files and tables"
-                is_url = re.match(r"https?:/", str(path)) is not None
-                download = " (download it first: no URLs are read)" * is_url
-                problem = is_empty if path.is_dir() else f"no such file: {path}{download}"
-                missing.setdefault(name, []).append(problem)
-    problems = {name: "; ".join(each) for name, each in missing.items()}
-    if len(problems) == 1:
-        ((name, problem),) = problems.items()
-        raise MissingFileError(f"{problem}.", name)
-    if problems:
-        listed = "; ".join(f"`{name}`: {problem}" for name, problem in problems.items())
-        raise MissingFileError(f"{listed}.")
-    return {name: [file for _, each in files[name] for file in each] for name in files}
-
-
-def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return sorted(file for file in path.rglob("*") if _is_text(file, path))
-    # The directories that exist are names, also where these have brackets; the rest is a pattern.
-    directory = next(each for each in path.parents if each.is_dir())
-    pattern = str(path.relative_to(directory))
-    return sorted(file for file in directory.glob(pattern) if file.is_file())
-
-
-def _is_text(file: Path, directory: Path) -> bool:
-    """Return whether a file in a directory is not hidden, and a table or begins as UTF-8 text."""
-    if any(part.startswith(".") for part in file.relative_to(directory).parts):
-        return False
-    if not file.is_file() or file.suffix.lower() in TABLES:
-        return file.is_file()
-    with file.open("rb") as content:
-        start = content.read(_SNIFFED)
-    with suppress(UnicodeDecodeError):
-        getincrementaldecoder("utf-8")().decode(start)  # may end within a character
-        return 0 not in start
-    return False
-
-
-_SNIFFED = 8192  # bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(TextSource):
     """Text from files: a document for each text file, line of a .jsonl file, or row of a table.
@@ -248,25 +190,10 @@ class TextFiles(TextSource):
         texts = documents_of_files(files, self.column, argument, self.conversation)
         if not self.hold_out:
             return texts
-        is_training = split == "train"
-        # Whole documents are the better test, since the end of a document depends on its start. A
-        # tenth of few documents would be none or one.
-        if len(texts) >= _DOCUMENTS:
-            return [text for i, text in enumerate(texts) if (i % 10 != 9) == is_training]
-        cuts = [_last_tenth(text) for text in texts]
-        return [t[:cut] if is_training else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
+        return divided(texts)[split != "train"]
 
 
 _LISTED = 8  # files by name
-
-
-def _last_tenth(text: str) -> int:
-    """Return the index at which the last tenth of a text begins, at a line's start if possible."""
-    start = len(text) * 9 // 10
-    line = text.find("\n", start) + 1
-    # A line's start counts only if it leaves at least a twentieth of the text: in a text of one
-    # long line it would leave nothing.
-    return line if 0 < line < len(text) - len(text) // 20 else start
 
 
 @dataclass(frozen=True)
@@ -295,10 +222,10 @@ class DatasetText(TextSource):
             return ()
         names = _strings([arguments.get(key) for key in ("path", "data_dir", "data_files")])
         paths = [Path(name).expanduser() for name in names]
-        # A directory may hold files of any kind, which its builder reads; `_files_of` expands
+        # A directory may hold files of any kind, which its builder reads; `files_of` expands
         # wildcards, and finds nothing for a name on the hub.
         files = [
-            f for path in paths for f in (path.rglob("*") if path.is_dir() else _files_of(path))
+            f for path in paths for f in (path.rglob("*") if path.is_dir() else files_of(path))
         ]
         return sorted(file for file in files if file.is_file())
 

@@ -1,10 +1,17 @@
 """What a process imports first decides how Python reads its types."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
 
 from mrp_lightning.commands import main as command_line
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.environment import _PACKAGES
 
 _ASK = """
 import sys
@@ -41,10 +48,30 @@ _HEAVY = {
     *("torchao", "mrp_sparse"),
 }
 _NAMES = [*command_line._COMMANDS]
+_PRUNE = ["prune", str(STDLIB_LLAMA), "--sparsity=0.5"]
+_ABSENT = {
+    "there is no directory ./absent": ["prune", "./absent", "--sparsity=0.5"],
+    "there is no file absent.gguf": ["prune", "absent.gguf", "--sparsity=0.5"],
+    "holds no config.json": ["layers", "."],
+    "no such file: absent.txt": [*_PRUNE, "--text=absent.txt"],
+    "`--text`: the text has 14 bytes": [*_PRUNE, "--text=short.txt"],
+    "`--text`: full.jsonl, line 1 is no object": [*_PRUNE, "--text=full.jsonl"],
+    "`--out`: .*full exists": [*_PRUNE, "--out=full"],
+    "`RUN`: there is no directory no-run": ["distill", "no-run"],
+    "`CKPT`: there is no directory": ["export", "absent"],
+    "`--out`: .*full exists and is not empty": ["export", "full", "--out=full"],
+    "`RUN`: there is no directory absent": ["gguf", "absent"],
+    "`--like`: there is no file": ["gguf", "full", "--like=absent.gguf"],
+    "`--out` names a file that ends in .gguf": ["gguf", "full", "--out=x"],
+    "`DIR`: there is no directory": ["generate", "absent", "--prompt=a"],
+    "`--compare`: there is no directory": ["generate", "full", "--prompt=a", "--compare=absent"],
+}
+"""Commands that name what is not there, or too short, or in the way, by their message."""
 _COMMANDS = [
     *([], ["--help"], ["--version"], ["no"]),
     *([name, *option] for name in _NAMES for option in ([], ["--help"], ["--no=x"])),
     ["prune", "tiny", "--sparsty=0.5"],
+    *_ABSENT.values(),
 ]
 """Command lines that end in 0.3 s; torch alone takes more than one."""
 _RUN = """
@@ -61,11 +88,66 @@ print(json.dumps(loaded), file=sys.stderr)
 """
 
 
-def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need():
+def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "short.txt").write_text("two words and\n")
+    (tmp_path / "full.jsonl").write_text("[]\n")
     command = [sys.executable, "-c", _RUN, json.dumps(_COMMANDS)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    options = {"capture_output": True, "text": True, "check": True, "cwd": tmp_path}
+    ended = subprocess.run(command, **options)
     loaded = json.loads(ended.stderr.splitlines()[-1])
     assert len(loaded) == len(_COMMANDS)
     for args, modules in loaded.items():
         assert "mrp_lightning" in modules  # the list is whole
         assert not {*modules} & _HEAVY, args
+    for message in _ABSENT:
+        assert re.search(message, ended.stderr), (message, ended.stderr)
+    assert "Traceback" not in ended.stderr
+
+
+_WITHOUT = """
+import sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None
+from mrp_lightning.commands.main import main
+try:
+    main(sys.argv[2:])
+finally:
+    assert sys.modules.get("torch") is None
+"""
+
+
+@pytest.mark.parametrize(
+    ("packages", "args", "extra"),
+    [
+        ("gguf", [*_PRUNE, "--gguf=out.gguf"], "gguf"),
+        ("accelerate", ["prune", "model.gguf", "--sparsity=0.5"], "gguf"),
+        ("gguf,accelerate", ["layers", "model.gguf"], "gguf"),
+        ("gguf", ["gguf", "run"], "gguf"),
+        ("datasets", [*_PRUNE, "--text=table.csv"], "data"),
+        ("torchao", [*_PRUNE, "--format=torchao"], "torchao"),
+        ("torchao", ["export", "run", "--format=torchao"], "torchao"),
+        ("lm_eval", ["zeroshot", "--model", str(STDLIB_LLAMA)], "zeroshot"),
+        ("matplotlib", ["report", "run"], "report"),
+    ],
+)
+def test_a_missing_package_is_found_before_work_with_the_command_that_installs_it(
+    packages, args, extra, tmp_path
+):
+    (tmp_path / "run").mkdir()
+    for name in ("model.gguf", "table.csv"):
+        (tmp_path / name).write_text("text")
+    command = [sys.executable, "-c", _WITHOUT, packages, *args]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert f"({packages.replace(',', ', ')}): pip install" in ended.stderr
+    assert f"[{extra}]'" in ended.stderr
+
+
+def test_the_packages_of_an_extra_are_those_of_the_project():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    of_project = project["project"]["optional-dependencies"]
+    for name, modules in _PACKAGES.items():
+        required = {re.split(r"[>=<\[]", line)[0].replace("-", "_") for line in of_project[name]}
+        assert required == {*modules}

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused(source, tiny_llama, tmp_path, capsys):
         ([str(run), *like, "--out", str(there)], "exists. Name another file"),
         ([str(run), *like, "--out", str(source)], "must not be the file of `--like`"),
         ([str(run), *like, "--out", str(tmp_path / "x")], "ends in .gguf"),
-        ([str(tmp_path / "none"), *like], "neither a Hugging Face directory"),
+        ([str(tmp_path / "none"), *like], "`RUN`: there is no directory"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(args)

@@ -10,8 +10,8 @@ import pytest
 
 from mrp_lightning.errors import DataError
 from mrp_lightning.text import sources
-from mrp_lightning.text.documents import documents_of_files
-from mrp_lightning.text.sources import DatasetText, TextFiles, expanded
+from mrp_lightning.text.documents import documents_of_files, expanded
+from mrp_lightning.text.sources import DatasetText, TextFiles
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):

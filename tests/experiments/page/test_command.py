@@ -143,5 +143,5 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, save_run):
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert shown.returncode == 2
-    assert shown.stderr.startswith("error: `report` needs a package that is not installed")
+    assert shown.stderr.startswith("error: `report` needs packages that are not installed")
     assert re.search(r"pip install -e '(/.*)\[report\]'\n$", shown.stderr)

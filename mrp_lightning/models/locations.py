@@ -1,0 +1,86 @@
+"""Locate a model by its name: a directory, a GGUF file or a hub id; without torch.
+
+Commands check names by this module before they load torch, which takes seconds.
+"""
+
+from pathlib import Path
+
+from mrp_lightning.errors import OptionError
+
+
+def require_model(source: str) -> None:
+    """Raise for a name that can be no model: neither a model's directory or file, nor a hub id.
+
+    Raises:
+        FileNotFoundError: There is no such directory or file, or no `config.json` in it.
+        OptionError: The name is empty, or a directory of several GGUF files.
+    """
+    if find_gguf(source):
+        return
+    path = Path(source).expanduser()
+    # Local paths are settled before the hub is asked: a misspelt directory would be taken for a hub
+    # id, and its error would speak of the network.
+    if path.exists() and not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "
+            "a .gguf file; a Lightning .ckpt is given as `ckpt_path`."
+        )
+    if not path.exists() and is_path(source):
+        searched = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise FileNotFoundError(
+            f"`model`: there is no directory {source}{searched}. Give a model directory that "
+            "exists, or a hub id (OWNER/NAME, where OWNER is no directory here)."
+        )
+
+
+def is_path(source: str) -> bool:
+    """Return whether a name that does not exist locally can only be a path, not a hub id.
+
+    This saves a request to the hub, which is slow if the hub cannot be reached. `runs/x` has the
+    form of a hub id, but counts as a path if there is a directory `runs`.
+    """
+    path = Path(source).expanduser()
+    starts_like_one = path.is_absolute() or source.startswith((".", "~"))
+    return starts_like_one or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
+
+
+def find_gguf(source: str) -> Path | None:
+    """Return the GGUF file of a model source; `None` if the source is of another kind.
+
+    The source may be the path of the file, or a directory that holds one GGUF file and no
+    `config.json`.
+
+    Raises:
+        FileNotFoundError: `source` ends in .gguf, and there is no such file.
+        OptionError: The directory holds several GGUF files, or the source is empty.
+    """
+    refuse_empty(source)
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise FileNotFoundError(f"`model`: there is no file {source}. Give one that exists.")
+        return path
+    # A directory with config.json is a Hugging Face model, even with a GGUF file in it.
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    names = gguf_files(path)
+    if len(names) > 1:
+        raise OptionError(
+            f"`model`: {source} holds {len(names)} GGUF files: {', '.join(names)}. Name one of "
+            f"them with `gguf_file`, or give its path: {path / names[0]}."
+        )
+    return path / names[0] if names else None
+
+
+def refuse_empty(source: str) -> None:
+    """Raise for an empty name, which as a path would be the working directory."""
+    if not source.strip():
+        raise OptionError(
+            f"`model` or `tokenizer` is empty ({source!r}). Name a directory, a hub id or a .gguf "
+            "file; the working directory is `.`."
+        )
+
+
+def gguf_files(directory: Path) -> list[str]:
+    """Return the names of the GGUF files in a directory."""
+    return sorted(file.name for file in directory.glob("*.gguf"))
