@@ -41,7 +41,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         TargetError,
     )
     from mrp_lightning.experiments.runs import FinishedTrial
-    from mrp_lightning.journal.journal import unfinished_report
+    from mrp_lightning.journal.manifest import Manifest
     from mrp_lightning.models.checkpoint import stored_names, weight_files
     from mrp_lightning.models.companions import find_companions
     from mrp_lightning.models.damage import damaged_files
@@ -76,7 +76,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     def journal(directory: Path, data: bytes) -> None:
         (directory / "manifest.json").write_bytes(data)
         with suppress(JournalError):
-            unfinished_report(directory)
+            Manifest.load(directory)
 
     def block(directory: Path, data: bytes) -> None:
         file = directory / "block-00000.safetensors"

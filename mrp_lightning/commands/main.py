@@ -5,10 +5,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 
 from mrp_lightning.commands.command import exit_on_mistake, nearest
@@ -117,20 +117,18 @@ def command_named(name: str) -> Callable[[list[str]], None]:
     """Return the function that runs a command other than LightningCLI's.
 
     Raises:
-        DependencyError: A user's folder hides the package of the command.
+        DependencyError: A user's folder hides the package of the command, or an extra is missing.
         OptionError: There is no such command.
     """
     main: Callable[[list[str]], None]
     if name in _COMMANDS:
         module, _ = _COMMANDS[name]
-        _require_not_hidden(module)
-        with extra("cli", f"`{name}`"):
+        with extra("cli", f"`{name}`"), _explained_hiding(module):
             main = import_module(module).main
         return main
     # Plugins come after the package's own commands, so that none can replace one of these.
     plugins = entry_points(group=GROUP)
     for plugin in plugins.select(name=name):
-        _require_not_hidden(plugin.module)
         main = plugin.load()
         return main
     commands = [*_COMMANDS, *_OF_LIGHTNING, *plugins.names]
@@ -155,25 +153,23 @@ def _run_lightning(command: str, args: list[str] | None) -> None:
         raise OptionError(f"Lightning refuses this configuration: {reason}") from error
 
 
-def _require_not_hidden(module: str) -> None:
-    """Raise if a user's folder would be imported in place of one of our top-level packages.
+@contextmanager
+def _explained_hiding(module: str) -> Iterator[None]:
+    """Explain an import error of a module whose package a user's folder hides.
 
     `python -m` searches the working directory first, and `export` is an ordinary name.
 
     Raises:
-        DependencyError: There is such a folder or file.
+        DependencyError: The module, or a package that it is in, is not found.
     """
-    package = module.partition(".")[0]
-    own_package = Path(__file__).parents[2] / package
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return
-    other = Path(spec.origin)
-    other = other.parent if other.name == "__init__.py" else other
-    # Paths are compared, and nothing is imported: importing the folder would run the user's code.
-    if other.resolve() != own_package.resolve() and own_package.is_dir():
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        package = module.partition(".")[0]
         raise DependencyError(
-            f"{other} hides the package `{package}` of mrp-lightning, because `python -m` looks in "
-            "the working directory first. Start `mrp-lightning …` or `python -P -m mrp_lightning "
-            "…` in its place, or rename yours."
-        )
+            f"{error}: a folder or file `{package}` in {Path.cwd()} hides the package of "
+            "mrp-lightning, because `python -m` looks there first. Start `mrp-lightning …` or "
+            "`python -P -m mrp_lightning …` in its place, or rename yours."
+        ) from error

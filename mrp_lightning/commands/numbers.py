@@ -74,14 +74,6 @@ def memory(value: float) -> str:
     return f"{value:,.0f} B"
 
 
-def duration(value: float) -> str:
-    """Format seconds as seconds, minutes or hours, with the unit."""
-    if value < 120:
-        return f"{seconds(value)} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def _scientific(value: float, decimals: int = 1) -> str:
     """Format a number with an exponent and a non-breaking minus sign."""
     return f"{value:.{decimals}e}".replace("e-", "e−")

@@ -30,9 +30,7 @@ def notes(model: ModelRuns) -> list[Note]:
 def _run_notes(run: RunDirectory) -> Iterator[str]:
     if run.report is None:
         return
-    if run.unfinished:
-        yield f"Unfinished: {run.unfinished}."
-    elif not run.complete:
+    if not run.complete:
         yield (
             f"Incomplete: the run ended after {len(run.pruned_layers)} pruned layers. "
             "All others were left as they were."

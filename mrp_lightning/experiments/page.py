@@ -209,17 +209,7 @@ def _zero_shot_part(frame: ScoreFrame) -> Part | None:
     table = zero_shot_table(frame)
     if table is None:
         return None
-    shares = [score for score in frame.scores if score.in_percent]
-    pictures = []
-    for setting in frame.model.by_setting(frame.model.groups):
-        means = frame.means[shares].rename(columns=str)
-        means = means[means.index.get_level_values("setting").isin(["", setting])]
-        lines = means.droplevel("setting").T.dropna(how="all").dropna(axis=1, how="all")
-        if set(lines) - {"dense"} and len(lines) > 1:
-            caption = f"Zero-shot results at {setting}, in percent."
-            scale = Scale("%", "{:.2f}".format, zero=False)
-            pictures.append(draw_lines(caption, lines, _methods(frame), scale, across=""))
-    return Part("Zero-shot", "", [table], pictures)
+    return Part("Zero-shot", tables=[table])
 
 
 def _methods(frame: ScoreFrame) -> dict[str, str | None]:

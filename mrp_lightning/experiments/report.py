@@ -26,8 +26,7 @@ def main(args: Sequence[str]) -> None:
 
     runs = find_runs(*options.run_dir)
     root = common_parent(options.run_dir)
-    directory = runs[0].directory if runs[0].unfinished else root
-    out = options.out or directory / "report.html"
+    out = options.out or root / "report.html"
     from mrp_lightning.experiments.page import make_page
 
     if not options.overwrite or out.is_dir():
@@ -48,7 +47,7 @@ def _parser() -> Any:
         metavar="RUN_DIR",
         type=Path,
         nargs="+",
-        help="a run, or a directory of many; an unfinished one by where it will be",
+        help="a run, or a directory of many",
     )
     text = "the page (default: report.html in RUN_DIR, or in the directory that holds all of them)"
     parser.add_argument("--out", type=Path, help=text)

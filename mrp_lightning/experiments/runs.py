@@ -7,9 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.errors import OptionError
 from mrp_lightning.experiments.trials import Trial, method_rank
-from mrp_lightning.journal.journal import find_journal, unfinished_report
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
@@ -61,7 +59,7 @@ class FinishedTrial:
 
 @dataclass(frozen=True, eq=False)
 class RunDirectory:
-    """A directory with `pruning_report.json`, `evaluation.json`, or both; or a journal.
+    """A directory with `pruning_report.json`, `evaluation.json`, or both.
 
     Attributes:
         directory: The path of the directory.
@@ -71,7 +69,6 @@ class RunDirectory:
         finished: The content of `run.json`, if a sweep made the run.
         exported: The format of the weights in `export_report.json`, if there is one.
         weight_bytes: Size of the safetensors files in bytes; `None` if there are none.
-        unfinished: The progress of an unfinished run with a journal, `None` for all others.
     """
 
     directory: Path
@@ -81,7 +78,6 @@ class RunDirectory:
     finished: FinishedTrial | None = None
     exported: str | None = None
     weight_bytes: int | None = None
-    unfinished: str | None = None
 
     @cached_property
     def trial(self) -> Trial:
@@ -130,22 +126,12 @@ def common_parent(directories: Sequence[Path]) -> Path:
 def find_runs(*roots: Path) -> list[RunDirectory]:
     """Return the runs in and below directories, dense ones first, sorted by setting and method.
 
-    Hidden directories are skipped. A journal, or the directory that an unfinished run will write,
-    stands for that run, which is reported alone.
+    Hidden directories are skipped.
 
     Raises:
         FileNotFoundError: One of the directories does not exist, or holds no run.
         FormatError: A file of a run is damaged, or of a newer version of mrp-lightning.
-        OptionError: One of several directories belongs to an unfinished run.
     """
-    unfinished = [journal for root in roots if (journal := find_journal(root)) is not None]
-    if unfinished:
-        if len(roots) > 1:
-            raise OptionError(
-                f"{unfinished[0]} is the journal of an unfinished run, which is reported alone.",
-                "RUN_DIR",
-            )
-        return [_unfinished(unfinished[0])]
     parent = common_parent(roots)
     paths: set[Path] = set()
     for root in roots:
@@ -193,17 +179,6 @@ def read_run(directory: Path, name: str) -> RunDirectory:
         finished=FinishedTrial.load(trial) if trial.is_file() else None,
         exported=exported,
         weight_bytes=sum(f.stat().st_size for f in directory.glob("*.safetensors")) or None,
-    )
-
-
-def _unfinished(journal: Path) -> RunDirectory:
-    content, progress = unfinished_report(journal)
-    return RunDirectory(
-        directory=journal,
-        name=journal.resolve().name.removeprefix(".").removesuffix(".partial"),
-        report=content,
-        evaluation=Evaluation(),
-        unfinished=progress,
     )
 
 

@@ -218,7 +218,7 @@ def text(values: pd.Series, write: Write) -> str:
         return MISSING if values.empty else write(math.inf)
     written = write(float(finite.mean()))
     if (spread := deviation(finite)) is not None:
-        written += f" ± {_as_precise_as(written, spread, write)}"
+        written += f" ± {write(spread)}"
     # One diverged seed would make the mean infinite and hide the others, so it is counted apart.
     lost = len(values) - len(finite)
     return f"{written} ({lost} of {len(values)} not finite)" if lost else written
@@ -229,18 +229,6 @@ def _with_error(rows: pd.DataFrame, write: Write) -> str:
     written, error = text(rows["value"], write), rows["error"].iloc[0]
     is_single = len(rows) == 1 and np.isfinite(rows["value"].iloc[0]) and not math.isnan(error)
     return f"{written} ± {write(error)}" if is_single else written
-
-
-def _as_precise_as(mean: str, deviation: float, write: Write) -> str:
-    """Format a deviation with the decimals of its mean."""
-    if "e" in mean:
-        return write(deviation)
-    # More decimals than the mean has would claim a precision that the mean does not show.
-    decimals = len(mean.partition(".")[2].rstrip("%"))
-    smallest = 10.0**-decimals
-    if 0 < deviation < smallest / 2:
-        return f"<{smallest:.{decimals}f}"
-    return f"{deviation:,.{decimals}f}"
 
 
 @dataclass(frozen=True)

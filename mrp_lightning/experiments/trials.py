@@ -29,14 +29,7 @@ METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
 
 _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
 _CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # of several names the first
-# A newer compensation comes last, so that the colours of the others are those of older pictures.
-_NEWER = COMPENSATION_NAMES.index("SM")
-_PAIRS = [
-    f"{mask}+{compensation}"
-    for compensations in (COMPENSATION_NAMES[:_NEWER], COMPENSATION_NAMES[_NEWER:])
-    for mask in MASK_NAMES
-    for compensation in compensations
-]
+_PAIRS = [f"{mask}+{compensation}" for mask in MASK_NAMES for compensation in COMPENSATION_NAMES]
 _ORDER = list(dict.fromkeys((*METHODS, "JM", *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
 
 

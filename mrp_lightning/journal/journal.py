@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mrp_lightning.errors import FormatError, JournalError, SaveError, counted
+from mrp_lightning.errors import JournalError, SaveError, counted
 from mrp_lightning.journal.manifest import (
     NAME,
     WEIGHTS,
@@ -30,7 +30,6 @@ from mrp_lightning.journal.manifest import (
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.block_result import BlockResult, is_of_journal, save_tensors
 from mrp_lightning.records.grid_file import load_parameters
-from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import (
     flush,
     hidden_sibling,
@@ -524,15 +523,6 @@ class Journal(AbstractContextManager["Journal"]):
             raise _unwritable(self.path, error) from error
 
 
-def find_journal(path: str | PathLike[str]) -> Path | None:
-    """Return the journal at a path or, if nothing is there, of the run to write it; else `None`."""
-    path = Path(path)
-    if path.name.startswith(".") and path.name.endswith(".partial") and (path / NAME).is_file():
-        return path
-    journal = journal_path(path)
-    return journal if not path.exists() and (journal / NAME).is_file() else None
-
-
 def read_kept(save_dir: str | PathLike[str], name: str) -> dict[str, Tensor] | None:
     """Return a value of `Journal.kept` that an unfinished run into `save_dir` has stored.
 
@@ -549,29 +539,3 @@ def read_kept(save_dir: str | PathLike[str], name: str) -> dict[str, Tensor] | N
 
 def _kept_file(path: Path, name: str) -> Path:
     return path / f"{_KEPT}-{name}.safetensors"
-
-
-def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
-    """Return the report of an unfinished run, on its finished blocks, and its progress in words.
-
-    Raises:
-        JournalError: The journal is damaged, or of another version of mrp-lightning.
-    """
-    manifest = Manifest.load(journal)
-    about = manifest.about
-    try:
-        known = {key: about[key] for key in ("config", "versions", "provenance", "model_weights")}
-        blocks = about["blocks"]
-    except KeyError as error:
-        raise JournalError(f"`about` of {journal / NAME} lacks {error}. Prune again.") from error
-    results = []
-    for _, entry in sorted(manifest.shards.items()):
-        try:
-            results.append(BlockResult.load(journal / entry.file))
-        except (OSError, SafetensorError, FormatError) as error:
-            raise JournalError(
-                f"{journal / entry.file} is damaged ({error}). The run makes it again when it goes "
-                "on."
-            ) from error
-    report = PruningReport.of(results, seconds=manifest.seconds, **known)
-    return report, f"{len(manifest.shards)} of {blocks} blocks are pruned so far"

@@ -62,8 +62,7 @@ class Evaluation:
 def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
     """Add scores to `evaluation.json`; those of other texts and tasks stay as they are.
 
-    Perplexities are also written into the card of a pruned model in the same directory: into its
-    text, and into the results that the Hugging Face hub reads.
+    Perplexities are also written into the card of a pruned model in the same directory.
 
     The file is replaced atomically: a concurrent reader sees either the old or the new content.
 

@@ -1,22 +1,17 @@
 """The model card of a pruned checkpoint: its text and its metadata for the hub."""
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub import ModelCardData
 
 from mrp_lightning.errors import counted
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import save_ours
-
-log = logging.getLogger(__name__)
 
 NAME = "README.md"
 _RECIPE = (
@@ -112,10 +107,10 @@ def with_perplexities(
     perplexity: Mapping[str, Mapping[str, Any]],
     dense: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
-    """Return a card with perplexities, as in `Evaluation`, in a section and in the metadata.
+    """Return a card with perplexities, as in `Evaluation`, in a section.
 
     The section also has the dense model's perplexities, if they are known. Texts without finite
-    `perplexity`, `context` and `tokens` are left out; metadata that cannot be read stay unchanged.
+    `perplexity`, `context` and `tokens` are left out.
     """
     complete = {
         text: scores
@@ -131,18 +126,7 @@ def with_perplexities(
     ]
     header = ["text", "dense model", "this model", "ratio", "context", "tokens"]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    # The section first: it needs no parser, and stays if the metadata cannot be read.
-    card = with_section(card, "Perplexity", [*lines, *rows])
-    try:
-        return _with_results(card, complete)
-    except Exception as error:  # of any type: from the parser, or from values of the wrong type
-        log.warning(
-            "The metadata of the model card cannot be read, and stays as it is (%s: %s). The "
-            "perplexities are in the text of the card alone.",
-            type(error).__name__,
-            " ".join(str(error).split()),
-        )
-        return card
+    return with_section(card, "Perplexity", [*lines, *rows])
 
 
 def _next_to_dense(scores: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
@@ -168,39 +152,6 @@ def add_perplexities(
     # A card that somebody else wrote is not changed.
     if "mrp-lightning" in card:
         save_ours(file, with_perplexities(card, perplexity, dense), adds=True)
-
-
-def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a card with perplexities among the results of its metadata, if it has metadata."""
-    if (metadata := REGEX_YAML_BLOCK.match(text)) is None:
-        return text
-    # Aliases of aliases grow exponentially when they are expanded.
-    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata[2])):
-        raise ValueError("aliases in it could stand for any number of values")
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=" ".join(name.split()),
-            dataset_name=" ".join(name.split()),
-            metric_type="perplexity",
-            metric_value=scores["perplexity"],
-            metric_name=f"Perplexity of windows of {scores['context']} tokens",
-        )
-        for name, scores in perplexity.items()
-    ]
-    card = ModelCard(text)
-    data = card.data
-    assert isinstance(data, ModelCardData)
-    # A new result replaces that of the same text and metric; results of others stay.
-    measured = {(x.unique_identifier, x.metric_type) for x in results}
-    others = [
-        x for x in data.eval_results or [] if (x.unique_identifier, x.metric_type) not in measured
-    ]
-    data.eval_results = [*others, *results]
-    heading = re.search(r"^# (.+)$", card.text, re.M)
-    # The hub refuses results without a name of the model.
-    data.model_name = data.model_name or (heading[1] if heading else "Pruned model")
-    return str(card)
 
 
 def _removes(config: Mapping[str, Any]) -> bool:

@@ -220,30 +220,11 @@ def test_a_folder_that_hides_a_package(file, tmp_path):
     ended = subprocess.run(python, **options)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert str(tmp_path / "export") in line
+    assert f"a folder or file `export` in {tmp_path} hides" in line
     assert "mrp-lightning" in line
     assert "python -P -m mrp_lightning" in line
     python.insert(1, "-P")
     assert subprocess.run(python, **options).returncode == 0
-
-
-def test_other_commands_run_beside_a_folder_of_that_name(tmp_path):
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "__init__.py").write_text("raise SystemExit('this is mine')")
-    python = [sys.executable, "-m", "mrp_lightning", "layers", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(python, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
-    assert ended.returncode == 0
-
-
-def test_a_folder_without_python_in_it_hides_nothing(tmp_path, monkeypatch):
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "table.csv").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "export", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        main(["export", "--help"])
-    assert stop.value.code == 0
 
 
 @pytest.mark.parametrize(
@@ -268,7 +249,6 @@ def test_other_packages_add_commands(monkeypatch):
     monkeypatch.setitem(sys.modules, "theirs", module)
     points = EntryPoints([EntryPoint("mine", "theirs:main", command_line.GROUP)])
     monkeypatch.setattr(command_line, "entry_points", lambda **wanted: points.select(**wanted))
-    monkeypatch.setattr(command_line, "_require_not_hidden", lambda module: None)
     main(["mine", "--option"])
     assert seen == [["--option"]]
 

@@ -1,6 +1,5 @@
 """configs/sweeps: each is a sweep whose runs the command line takes."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,28 +39,6 @@ def test_results_are_of_all_methods_families_and_sparsities():
         {"magnitude", "wanda", "SS", "SM"} <= set(methods) for methods in sweep.runs.values()
     )
     assert len(sweep.seeds) >= 3
-
-
-def test_the_real_model_may_be_pruned_on_wikitext2_too():
-    texts = [f"--config={CONFIGS}/sweeps/{name}.yaml" for name in ("real", "real_wikitext2")]
-    alone, both = read_sweep(texts[:1]), read_sweep(texts)
-    assert both.trials[: len(alone.trials)] == alone.trials
-    assert len(both.trials) == 2 * len(alone.trials)
-    options = configure(both.trials[-1], both).described()
-    assert options["data.train_files"] == ["runs/wikitext2/valid.txt"]
-    assert options["data.eval_files"] == ["runs/wikitext2/test.txt"]
-
-
-def test_the_page_of_the_real_model_has_the_runs_of_make_real_and_more():
-    names = ("real", "real_wikitext2")
-    texts = [f"--config={CONFIGS}/sweeps/{name}.yaml" for name in names]
-    texts.append(f"--config={LAB}/real_page.yaml")
-    made, page = read_sweep(texts[:2]), read_sweep(texts)
-    assert set(made.selected) <= set(page.selected)
-    seeds = Counter((t.model, t.setting, t.label) for t in page.selected)
-    for setting in ("2:4", "50%", "70%"):
-        for method in ("SparseGPT", "SM"):
-            assert seeds["SmolLM2-WikiText2", setting, method] == 3
 
 
 def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):

@@ -1,9 +1,9 @@
 import pytest
 import yaml
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import ModelCard
 
 from mrp_lightning.records import evaluation as records
-from mrp_lightning.records.model_card import model_card, with_perplexities
+from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import LayerReport
 
@@ -140,42 +140,3 @@ def test_other_peoples_cards_and_no_card_are_left_alone(tmp_path):
     (tmp_path / "README.md").write_text("# LLaMA\n")
     records.record(tmp_path, perplexity={"c4": scores(28.0)})
     assert (tmp_path / "README.md").read_text() == "# LLaMA\n"
-
-
-def test_the_hub_finds_perplexities_in_the_metadata(report):
-    other = EvalResult("text-generation", "c4", "c4", "bleu", 0.3)
-    card = ModelCard(model_card(report, "facebook/opt-125m"))
-    card.data.eval_results, card.data.model_name = [other], "mine"
-    hostile = "a\n---\nlicense: mit\n---\n"
-    for perplexity in (28.0, 27.0):
-        found = {"c4": scores(perplexity), hostile: scores(3.0)}
-        card = ModelCard(with_perplexities(str(card), found))
-    data = card.data.to_dict()
-    assert data.keys() == {"base_model", "library_name", "tags", "model-index"}
-    assert card.data.model_name == "mine"
-    assert [(x.dataset_name, x.metric_type, x.metric_value) for x in card.data.eval_results] == [
-        ("c4", "bleu", 0.3),
-        ("c4", "perplexity", 27.0),
-        ("a --- license: mit ---", "perplexity", 3.0),
-    ]
-    new = ModelCard(with_perplexities(model_card(report, None), {"c4": scores(28.0)}))
-    assert new.data.model_name == "Model, pruned to 2:4 sparsity"
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        "a: [",
-        "- a",
-        "model-index: [{name: a, results: 3}]",
-        "1: 2",
-        "a: &a [1]\nmodel-index: [*a]",
-        "---a: &a [1]\nb: *a",
-        "[" * 5000,
-    ],
-)
-def test_metadata_that_cannot_be_read_stay_as_they_are(metadata, caplog):
-    card = with_perplexities(f"---\n{metadata}\n---\n{CARD}", {"c4": scores(28.0)})
-    assert card.startswith(f"---\n{metadata}\n---\n{CARD}")
-    assert "| c4 | – | 28.000 | – | 2048 | 4,094 |" in card
-    assert "metadata of the model card cannot be read, and stays as it is" in caplog.text

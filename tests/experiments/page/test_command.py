@@ -12,9 +12,6 @@ pytest.importorskip("matplotlib")
 from mrp_lightning.commands.main import main as command_line
 from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments.report import main
-from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.journal.journal import Journal
-from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.storage.files import MANIFEST
 
 
@@ -36,32 +33,6 @@ def test_hidden_directories_are_passed_over(tmp_path, save_run):
     save_run(tmp_path / ".run.partial")
     with pytest.raises(FileNotFoundError, match="no pruning_report"):
         main([str(tmp_path)])
-
-
-def test_an_unfinished_run_is_shown_as_such(tmp_path, layer, capsys):
-    rows = [layer(f"model.layers.{k}.mlp.up_proj") for k in range(2)]
-    about = {
-        "config": {"method": "SM", "pattern": "2:4", "sparsity": None},
-        "provenance": {},
-        "versions": {"torch": "2.10"},
-        "model_weights": 1000,
-        "blocks": 5,
-    }
-    with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
-        for step, row in enumerate(rows):
-            journal.write(step, BlockResult(f"model.layers.{step}", (LayerResult(row),)))
-        main([str(tmp_path / "run")])  # also while it goes on
-    assert capsys.readouterr().out.startswith("1 run: ")
-    assert not (tmp_path / "run").exists()
-    page = (tmp_path / ".run.partial" / "report.html").read_text()
-    assert "Unfinished: 2 of 5 blocks are pruned so far." in page
-    assert all(row.name in page.replace("<wbr>", "") for row in rows)
-    assert [run.name for run in find_runs(tmp_path / ".run.partial")] == ["run"]
-    with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
-        assert 1 in journal
-        journal.remove()
-    with pytest.raises(FileNotFoundError, match="is no directory"):
-        main([str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize(
