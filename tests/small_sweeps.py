@@ -38,7 +38,7 @@ def here(tmp_path, monkeypatch, tiny_llama) -> Path:
     sweep = {
         "base": ["base.yaml"],
         "models": {"tiny": {"options": {"model.model": str(tiny_llama)}}},
-        "runs": {"2:4": ["magnitude", "SS", "SM", "MM"], "50%": ["SM"]},
+        "runs": {"2:4": ["magnitude", "SS", "SM"], "50%": ["SM"]},
         "seeds": [0, 1],
         "out": "out",
     }

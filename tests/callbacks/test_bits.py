@@ -15,14 +15,17 @@ from mrp_lightning.solver.grid_fit import decompose
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("options", "sparsity"),
+    ("dtype", "options", "sparsity"),
     [
-        ({"pattern": "2:4", "bits": 4, "group_size": 16}, 0.5),
-        ({"sparsity": 0.7, "bits": 3, "method": "JM", "tuning": TUNING, "target": "dense"}, 0.7),
-        ({"bits": 4, "tuning": TUNING}, 0),
-        ({"sparsity": 0.5, "bits": 8, "tuning": TUNING}, 0.5),
+        (torch.bfloat16, {"pattern": "2:4", "bits": 4, "group_size": 16}, 0.5),
+        (
+            torch.float32,
+            {"sparsity": 0.7, "bits": 3, "method": "JM", "tuning": TUNING, "target": "dense"},
+            0.7,
+        ),
+        (torch.bfloat16, {"bits": 4, "tuning": TUNING}, 0),
+        (torch.float32, {"sparsity": 0.5, "bits": 8, "tuning": TUNING}, 0.5),
     ],
 )
 def test_what_is_saved_lies_on_its_grid(

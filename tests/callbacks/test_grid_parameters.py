@@ -19,7 +19,7 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 
-TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
+TUNING = BlockTuning(epochs=1, learning_rate=3e-3, batch_size=2)
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
 NAMES = ["q3_k", "q4_1", "q4_k"]
 
@@ -61,9 +61,9 @@ def assert_same(directory, other):
 def test_kept_scales_give_the_checkpoint_also_if_tuned_interrupted_or_streamed(
     name, run, tmp_path, monkeypatch
 ):
-    options = {"grid": name, "tuning": TUNING}
+    options = {"grid": name, "tuning": TUNING, "targets": ["v_proj", "down_proj"]}
     whole = run("whole", **options)
-    assert_exact(whole, GRIDS[name], 14)
+    assert_exact(whole, GRIDS[name], 4)
     manifest = json.loads((whole / ".mrp_files.json").read_text())["files"]
     report = json.loads((whole / "pruning_report.json").read_text())
     assert NAME in manifest

@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import os
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from lightning.pytorch import Trainer
 from quiet import QUIET
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from warm import Piped
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM
@@ -26,21 +24,18 @@ ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "ddp_worker.py"
 
 
-def start(*command: object) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)], env=env, stdout=-1, stderr=-2, text=True
-    )
+def start(*command: object, **env: object) -> Piped:
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return Piped(command, own | {name: str(value) for name, value in env.items()})
 
 
-def on_two_nodes(*command: object) -> list[subprocess.Popen]:
-    """Two agents that find each other over the loopback, each with one process."""
+def on_two_nodes(*command: object) -> list[Piped]:
+    """One process on each node, in the environment that torchrun gives them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
-    return [start(*torchrun, *command) for _ in range(2)]
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "LOCAL_RANK": 0}
+    env |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "test"}
+    return [start(*command, **env, RANK=rank, GROUP_RANK=rank) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +51,7 @@ def given(tiny_llama, tmp_path_factory):
 def killed(given):
     """What a first run of two processes found, and their output; process 0 died in a second."""
     worker = start(WORKER, *given, "--die")
-    output = worker.communicate(timeout=300)[0]
+    output = worker.communicate()
     assert worker.returncode < 0
     return [json.loads((given[2] / f"first-{rank}.json").read_text()) for rank in (0, 1)], output
 
@@ -107,9 +102,9 @@ def test_two_nodes_go_on_where_a_process_died(killed, given):
         Trainer(
             devices=1, callbacks=[MRPCallback(**PRUNE, save_dir=out / "second")], **QUIET
         ).predict(CausalLM(model), datamodule=data(text))
-    agents = on_two_nodes(WORKER, *given, "--resume")
-    outputs = [agent.communicate(timeout=300)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    nodes = on_two_nodes(WORKER, *given, "--resume")
+    outputs = [node.communicate() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
     found = [json.loads((out / f"second-{rank}.json").read_text()) for rank in (0, 1)]
     assert [each["bits"] for each in found] == [first["bits"]] * 2
     assert found[0]["report"]["totals"]["resumed_blocks"] == 1
@@ -128,7 +123,7 @@ def test_two_gpus_hold_the_same_bits(given, tmp_path):
         pytest.skip("needs two CUDA devices")
     model, text, _ = given
     worker = start(WORKER, model, text, tmp_path, "--accelerator=gpu")
-    output = worker.communicate(timeout=300)[0]
+    output = worker.communicate()
     assert worker.returncode == 0, output
     first, second = (json.loads((tmp_path / f"first-{n}.json").read_text()) for n in (0, 1))
     assert first["bits"] == second["bits"]

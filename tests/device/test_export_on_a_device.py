@@ -25,6 +25,7 @@ from mrp_sparse.huggingface import expand_bitmasks
 from mrp_sparse.own_module import load_into
 from mrp_sparse.packed_linear import BitmaskLinear, Sparse24Linear
 
+pytestmark = pytest.mark.usefixtures("short_library")
 KINDS = {
     "llama": {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4},

@@ -2,13 +2,13 @@
 
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import warm
 from families import batches, build, runner
 from second_device import NAME, assert_same, second_device, trainer_on
 from torch import nn
@@ -26,7 +26,7 @@ from mrp_lightning.targets.plan import make_plan
 
 CPU = torch.device("cpu")
 # Attention, a scan, experts, a walk that runs again, an encoder with a decoder, images.
-FAMILIES = ["llama", "opt", "mamba", "mixtral", "gemma3n_text", "t5", "vit"]
+FAMILIES = ["llama", "mamba", "mixtral", "gemma3n_text", "t5", "vit"]
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def pruned(
 def test_the_walk_stays_on_its_device(second, family):
     expected = pruned(family, CPU, offload=False)
     assert len(expected) >= 4
-    for offload in (False, True):
+    for offload in (False, True) if family in ("llama", "t5") else (True,):
         weights = pruned(family, second, offload=offload)
         # Room for the rounding of kernels that a CPU alone has; a weight is about 0.2.
         assert_same(weights, expected, second, atol=2e-3)
@@ -143,7 +143,7 @@ BEYOND = {
 @pytest.fixture(scope="module")
 def fresh():
     """A process of its own: autograd knows no device that comes after its first backward."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=warm.context) as pool:
         yield pool
 
 
@@ -152,9 +152,8 @@ def compare_what_goes_beyond_single_layers(family):
     with nullcontext(torch.device("cuda", 0)) if is_gpu else second_device() as device:
         choice = {"sparsity": 0.6, "beyond": BEYOND}
         expected = pruned(family, CPU, offload=False, **choice)
-        for offload in (False, True):
-            weights = pruned(family, device, offload=offload, **choice)
-            assert_same(weights, expected, device, atol=2e-3)
+        weights = pruned(family, device, offload=family != "llama", **choice)
+        assert_same(weights, expected, device, atol=2e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5"])

@@ -1,15 +1,16 @@
 """Two processes on the CPU, whole (ddp) or sharded (FSDP2), against one."""
 
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from warm import Piped
 
 WORKER = Path(__file__).parent / "worker.py"
+ROOT = WORKER.parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,15 @@ def models(tiny_llama, tmp_path_factory):
 
 
 def distilled(models, out, strategy, devices):
-    command = [sys.executable, str(WORKER), *models, str(out), strategy, str(devices)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
+    """The weights that processes with the environment of those Lightning starts have written."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [WORKER, *models, out, strategy, devices]
+    started = [Piped(command, env | {"LOCAL_RANK": str(rank)}) for rank in range(devices)]
+    outputs = [process.communicate() for process in started]
+    assert [process.returncode for process in started] == [0] * devices, outputs
     return load_file(out)
 
 

@@ -22,7 +22,7 @@ from mrp_lightning.experiments.runs import find_runs
 def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys):
     run_sweep("--save_checkpoints=true")
     runs = sorted(path.parent.name for path in Path("out/tiny").glob("*/run.json"))
-    assert len(runs) == 1 + 1 + 3 * 2 + 2
+    assert len(runs) == 1 + 1 + 2 * 2 + 2
 
     # Each is what the two commands of Lightning would have given.
     pruned = Path("out/tiny/2of4-SM-s128-seed1")

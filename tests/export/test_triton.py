@@ -61,27 +61,27 @@ def test_gemm_is_the_product(tokens, shape, dtype):
     assert_equal_up_to_rounding(y, x, weight, bias)
 
 
-# A device of this kind has so many bytes of shared memory for a program.
-@pytest.mark.parametrize(("capability", "shared"), [(80, 166912), (90, 232448)])
-def test_the_kernels_compile_for_devices_that_are_not_here(capability, shared):
+def test_the_kernels_compile_for_devices_that_are_not_here():
     command = [sys.executable, "lab/benchmarks/kernel_code.py", "--json", "--capability"]
     root = Path(__file__).parents[2]
     made = subprocess.run(
-        [*command, str(capability)],
+        [*command, "80", "90"],
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=True,
     )
-    codes = json.loads(made.stdout)[str(capability)]
-    assert {code["kernel"] for code in codes} == {"triton-gemv", "triton-gemm"}
-    assert not [code for code in codes if code["stack"] or code["shared"] > shared]
-    assert all(code["shared"] <= 99 * 2**10 for code in codes)  # of sm_86, 89 and 120, too
-    barriers = {code["kernel"]: code["barriers"] for code in codes}
-    assert not barriers["triton-gemv"]
-    # An H200 has time for 16 while a kept weight arrives: lab/results/export.md.
-    assert all(5 < code["instructions"] < 16 for code in codes)
+    found = json.loads(made.stdout)
+    assert found.keys() == {"80", "90"}
+    for codes in found.values():
+        assert {code["kernel"] for code in codes} == {"triton-gemv", "triton-gemm"}
+        # Shared memory for a program of sm_86, 89 and 120, the least of all.
+        assert not [code for code in codes if code["stack"] or code["shared"] > 99 * 2**10]
+        barriers = {code["kernel"]: code["barriers"] for code in codes}
+        assert not barriers["triton-gemv"]
+        # An H200 has time for 16 while a kept weight arrives: lab/results/export.md.
+        assert all(5 < code["instructions"] < 16 for code in codes)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,6 +10,8 @@ from export import packing, to_sparse
 from export.conversion import writing
 from mrp_lightning.storage import outputs
 
+pytestmark = pytest.mark.usefixtures("short_library")
+
 
 @pytest.fixture
 def export(expected, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
+import warm
 
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job
@@ -42,14 +43,8 @@ def test_the_parts_of_a_whole_run_add_up(tiny_llama, tmp_path):
     (tmp_path / "text.txt").write_text(text)
     command = "lab/benchmarks/whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
     files = ["--model", tiny_llama, "--text", tmp_path / "text.txt"]
-    made = subprocess.run(
-        [sys.executable, *command.split(), *files, "--perplexity", tmp_path / "text.txt"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [*command.split(), *files, "--perplexity", tmp_path / "text.txt"]
+    made = warm.run(command, cwd=ROOT, check=True)
     header, _, row = (line.split("|")[1:-1] for line in made.stdout.splitlines() if "|" in line)
     cells = {name.strip(): cell.strip() for name, cell in zip(header, row, strict=True)}
     assert cells["method"] == "SM"
@@ -149,14 +144,7 @@ def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama, 
     if "--model" in command:
         (tmp_path / "text.txt").write_text("one two three four " * 100)
         command += ["--text", str(tmp_path / "text.txt"), "--blocks", "1"]
-    made = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    made = warm.run(command, cwd=ROOT, check=True)
     header, rule, *rows = (line for line in made.stdout.splitlines() if line.startswith("|"))
     assert len(rows) >= 1
     assert all(row.count("|") == header.count("|") == rule.count("|") for row in rows)

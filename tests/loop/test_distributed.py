@@ -1,9 +1,6 @@
 """Several processes: which windows each is given, what they exchange, and how they end."""
 
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from thread_processes import together
+from warm import Piped
 
 from mrp_lightning.errors import DataError, NumericalWarning
 from mrp_lightning.loop.calibration_data import warn_of_data
@@ -57,15 +55,9 @@ def test_windows_that_two_processes_have(starts, repeated, caplog):
 
 
 def test_three_processes_exchange_and_end_together(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    worker = [sys.executable, str(ROOT / "tests" / "gloo_worker.py")]
-    started = [
-        subprocess.Popen(
-            [*worker, str(rank), "3", str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in started]
+    worker = ROOT / "tests" / "gloo_worker.py"
+    started = [Piped([worker, rank, 3, tmp_path], {"OMP_NUM_THREADS": "1"}) for rank in range(3)]
+    errors = [process.communicate() for process in started]
     assert all((tmp_path / f"done-{rank}").exists() for rank in range(3)), errors
     assert [process.returncode for process in started] == [1, 1, 1]
     for rank in (0, 1):

@@ -19,7 +19,7 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
+def _here(tmp_path, monkeypatch, short_library):
     monkeypatch.chdir(tmp_path)
 
 

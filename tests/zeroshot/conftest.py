@@ -16,6 +16,8 @@ from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.text.sources import standard_library
 
+NUMBER = 10
+"""Of samples of a task."""
 METRICS = {
     "continuation": ["acc", "acc_norm"],
     "last_word": ["perplexity", "acc"],
@@ -25,11 +27,11 @@ METRICS = {
 
 def documents() -> dict[str, list[dict[str, Any]]]:
     """Samples of the three kinds of tasks, from source code that the model has not seen."""
-    texts = [text for text in standard_library("test") if len(text) > 8000][:16]
+    texts = [text for text in standard_library("test") if len(text) > 8000][:NUMBER]
     lines = [text.splitlines() for text in texts]
     choices: list[dict[str, Any]] = []
-    for i in range(16):
-        following = ["\n".join(lines[(i + j) % 16][40 : 41 + i % 3 + j]) for j in range(4)]
+    for i in range(NUMBER):
+        following = ["\n".join(lines[(i + j) % NUMBER][40 : 41 + i % 3 + j]) for j in range(4)]
         choices.append(
             {
                 "context": "\n".join(lines[i][20 + i : 40]),

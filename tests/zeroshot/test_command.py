@@ -1,10 +1,8 @@
 """`python -m mrp_lightning zeroshot`, and packed checkpoints through the whole command line."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -76,25 +74,20 @@ def test_one_sample_has_no_standard_error(checkpoint, own):
     }
 
 
-def test_lm_evals_own_command_gives_the_same(checkpoint, own, task_directory, tmp_path):
-    """Of a packed directory, whose format has to be registered in the process."""
+def test_lm_evals_own_command_gives_the_same(
+    checkpoint, own, task_directory, tmp_path, monkeypatch
+):
     model, out = checkpoint("packed"), tmp_path / "own"
     tasks = "continuation,last_word"
-    zeroshot(model, own, f"--tasks={tasks}", "--batch-size=4")
+    zeroshot(model, own, f"--tasks={tasks}", "--batch-size=4", "--limit=6")
     (shown,) = re.findall("^python -c .*$", PAGE, flags=re.M)
     shown = re.sub(r"pretrained=\S+", f"pretrained={model}", shown).replace("piqa", tasks)
-    command = [sys.executable, *shlex.split(shown)[1:], "--include_path", str(task_directory)]
-    command += ["--batch_size", "4", "--device", "cpu"]
-    command += ["--output_path", str(out)]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root, "DISABLE_MULTIPROC": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    _, flag, code, *options = shlex.split(shown)
+    assert flag == "-c"
+    options += ["--include_path", str(task_directory), "--batch_size", "4", "--limit", "6"]
+    options += ["--device", "cpu", "--output_path", str(out)]
+    monkeypatch.setattr(sys, "argv", ["-c", *options])
+    exec(code, {})
     (written,) = out.rglob("results_*.json")
     theirs = json.loads(written.read_text())["results"]
     for task, figures in read(model).zeroshot.items():
@@ -188,25 +181,17 @@ def test_a_model_without_a_tokenizer_is_refused(checkpoint, own, capsys):
     assert "without a tokenizer" in error
 
 
-def test_a_model_of_the_hub_has_no_place_to_record(checkpoint, own, tmp_path):
+def test_a_model_of_the_hub_has_no_place_to_record(checkpoint, own, tmp_path, monkeypatch, capsys):
     """The hub's cache is laid out as the hub would fill it."""
     cached = tmp_path / "hub" / "models--some--model"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     (cached / "snapshots").mkdir()
     checkpoint("dense").rename(cached / "snapshots" / ("0" * 40))
-    command = "from mrp_lightning.commands.main import main; main()"
-    options = ["zeroshot", "--model=some/model", own, "--tasks=last_word", "--limit=2"]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", command, *options],
-        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "PYTHONPATH": root},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Not recorded: some/model is no local directory" in done.stdout
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    zeroshot("some/model", own, "--tasks=last_word", "--limit=2")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Not recorded: some/model is no local directory" in shown
     assert not list(tmp_path.rglob("evaluation.json"))
 
 
