@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shlex
-import signal
+import subprocess
 import sys
 import time
 from dataclasses import fields
@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warm import Piped
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
@@ -378,14 +377,18 @@ def test_a_ruined_model_is_told_in_a_sentence():
 def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("value = compute(1) + value\n" * 1_500_000)  # of which a tenth is held out
-    command = ["-m", "mrp_lightning", "prune", tiny_llama, "--pattern=2:4"]
-    process, said = Piped([*command, f"--text={text}", f"--out={tmp_path / 'out'}", *SMALL]), []
-    for line in process.stdout:
-        said.append(line)
-        if line.startswith("Tokenizing 36 million"):
-            time.sleep(0.2)
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    command = [sys.executable, "-m", "mrp_lightning", "prune", str(tiny_llama), "--pattern=2:4"]
+    command += [f"--text={text}", f"--out={tmp_path / 'out'}", *SMALL]
+    said = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("Tokenizing 36 million"):
+                time.sleep(0.2)
+                process.terminate()
+        assert process.wait(timeout=60) == 143
     assert said[-1].startswith("Tokenizing"), said  # and not that a long operation was stopped
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
