@@ -16,9 +16,13 @@ from torch import nn
 from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
 from export.conversion.claims import Claims
-from export.conversion.compressed import check_compressed, choose_compressed, write_compressed
+from export.conversion.compressed import (
+    check_compressed,
+    choose_compressed,
+    load_with_transformers,
+    write_compressed,
+)
 from export.conversion.integer_layouts import LAYOUTS, IntegerLayout
-from export.conversion.loading_check import load_with_transformers
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.writing import choose_head, write_dense, write_packed

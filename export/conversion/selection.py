@@ -237,9 +237,8 @@ def choose_layers(
 
     The layers that `pruning_report.json` lists as pruned must fit the format (be 2:4, or on its
     grid) and become smaller; without a report, these are the layers that a run with the default
-    targets prunes. The pattern or sparsity that the report claims is checked for all its layers,
-    also those that no format packs (experts, convolutions). Other layers of a transformers model
-    are packed if they happen to fit the format.
+    targets prunes. The pattern or sparsity that the report claims is checked, too. Other layers of
+    a transformers model are packed if they happen to fit the format.
 
     Args:
         checkpoint: The pruned checkpoint.
@@ -333,10 +332,6 @@ class _Search:
         unseen = expected - {choice.name for choice in choices}
         without_matrix = _without_matrix(model, unseen, converted)
         _refuse_unknown(checkpoint.path, claims.keys() & unseen - without_matrix.keys())
-        if without_matrix and claims:  # only the loaded model has these weights as matrices
-            weights = {layer.name: layer.weight for layer in _all_layers(checkpoint.load())}
-            for name, other in without_matrix.items():
-                without_matrix[name] = replace(other, breach=claims[name].breach(weights[name]))
         return [*choices, *without_matrix.values()], expected
 
     def in_report(self) -> tuple[list[LayerChoice], set[str]]:
@@ -388,13 +383,11 @@ class _Search:
         The report's claim is checked in either case, unless the user excluded the layer.
         """
         claim = (self.claims or {}).get(choice.name)
-        if claim is not None and reason != _SKIPPED and tensor.ndim in (2, 4):
-            # A convolution's columns are ordered as in `targets.layers.Conv2d`.
-            matrix = tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
-            choice = replace(choice, breach=claim.breach(choice.matrix(matrix)))
         if no_matrix := why_no_matrix(tensor.shape):
             return replace(choice, reason=reason or no_matrix)
         weight = choice.matrix(tensor)
+        if claim is not None and reason != _SKIPPED:
+            choice = replace(choice, breach=claim.breach(weight))
         if reason is None and weight.dtype not in _DTYPES:
             reason = f"its weight is {weight.dtype}"
         choice = replace(choice, shape=(weight.shape[0], weight.shape[1]), reason=reason)

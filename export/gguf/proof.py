@@ -60,6 +60,9 @@ def prove(checkpoint: Checkpoint, layout: Layout, file: Path) -> dict[str, float
     # take part in the computation unproven.
     known = compared | layout.tables.keys()
     failures += [f"{name}: of no tensor of the checkpoint" for name in stored.keys() - known]
+    for name, (content, _) in layout.tables.items():
+        if name not in stored or stored[name].data.tobytes() != content.tobytes():
+            failures.append(f"{name}: another table")
     if failures:
         listed = "\n".join(f"  {failure}" for failure in failures)
         raise ParityError(f"The GGUF file does not hold {checkpoint.path}:\n{listed}")

@@ -31,9 +31,15 @@ from mrp_sparse.formats import slices
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.kernels import compiled, huge_pages
 from mrp_sparse.upstream import ask_for_amx
-from mrp_sparse.vllm.marks import as_in_file, is_from_file
 
 EXPORT_AGAIN = "Export the pruned model again."
+_MARK = "_mrp_sparse_from_file"
+"""Attribute of the storage of tensors that were read from a file.
+
+Some classes of vLLM permute the rows of a weight between the file and the layer (BLOOM, Falcon).
+The places of a packed weight would follow, its values would not. Views keep the mark, such as the
+transpose with which GPT-2 reads its layers, and copies lose it.
+"""
 _SHARDS = {"q": 0, "k": 1, "v": 2}
 _KNOWN = (
     ColumnParallelLinear,
@@ -61,6 +67,11 @@ class Part:
     begin: int
     end: int
     padding: int = 0
+
+
+def mark(tensor: Tensor) -> None:
+    """Mark a tensor as read from a file."""
+    setattr(tensor.untyped_storage(), _MARK, True)
 
 
 def parts_of(layer: Any, sizes: Sequence[int], output_size: int) -> list[Part]:
@@ -119,7 +130,7 @@ class Arrivals:
         del param
         # A permuted copy has the right shape and passes all checks of `why_not`: only the mark
         # shows it. It counts as arrived, so that it is not reported as missing, too.
-        if not is_from_file(tensor):
+        if not hasattr(tensor.untyped_storage(), _MARK):
             self._wrong.append(
                 f"{name} is not as in the file: this class of model rearranges it while reading, "
                 "or the load format is not vLLM's own"
@@ -127,7 +138,7 @@ class Arrivals:
             self.arrived(shard)
             return
         waiting = self._waiting.setdefault(shard, {})
-        waiting[name] = as_in_file(tensor)
+        waiting[name] = tensor if tensor.is_contiguous() else tensor.t()  # as in the file
         if len(waiting) == len(self.names):
             del self._waiting[shard]
             wrong = self._receive(self.indices(shard), [waiting[name] for name in self.names])

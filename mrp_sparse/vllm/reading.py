@@ -17,8 +17,7 @@ from mrp_ground.errors import FormatError, first_line
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.vllm.configuration import CONFIGS, PackedConfig
 from mrp_sparse.vllm.head import EightBitMethod
-from mrp_sparse.vllm.linear import EXPORT_AGAIN, Arrivals, PackedMethod
-from mrp_sparse.vllm.marks import mark
+from mrp_sparse.vllm.linear import EXPORT_AGAIN, Arrivals, PackedMethod, mark
 
 log = init_logger(f"vllm.{__name__}")
 

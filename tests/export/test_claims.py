@@ -1,12 +1,12 @@
 """What a pruning report claims of a layer is held against its weights before anything is packed."""
 
+import re
 from pathlib import Path
 
 import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.claims import Claim
@@ -18,7 +18,7 @@ from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.targets.plan import make_plan
 
-from .conftest import refusal, write_report
+from .conftest import refusal
 
 UP = "model.layers.0.mlp.up_proj"
 CHECKS = [["--check-only"], [], ["--format", "bitmask"], ["--format", "dense"]]
@@ -29,9 +29,7 @@ def test_where_a_pattern_is_broken_is_found():
     claim = Claim(0.5, SemiStructured(2, 4))
     assert claim.breach(weight) is None
     weight[1, 5:7] = torch.tensor([-1e-30, torch.nan])
-    assert claim.breach(weight) == (
-        "1 of 4 groups are not 2:4, the first in row 1, columns 4 to 7: 3 of 4 are not zero"
-    )
+    assert claim.breach(weight) == "1 of 4 groups are not 2:4"
     assert claim.breach(weight[:, :6]) == "its 6 columns do not split into groups of 4"
 
 
@@ -41,9 +39,7 @@ def test_too_few_zeros_are_found():
     assert Claim(0.3, None).breach(weight) is None
     assert Claim(float(torch.tensor(0.3)), None).breach(weight) is None  # a float32, as in reports
     weight[2, 7] = 1.0
-    assert Claim(0.3, None).breach(weight) == (
-        "30.0% of it is zero, expected 30.0%; row 2 has the fewest zeros, 299 of 1000"
-    )
+    assert Claim(0.3, None).breach(weight) == "29.98% of it is zero, expected 30.00%"
 
 
 @pytest.fixture
@@ -81,8 +77,7 @@ def test_a_layer_that_breaks_the_pattern_of_the_report_is_named(options, pruned,
     damage(source, f"{UP}.weight", (slice(3, 5), slice(8, 12)))
     shown = refusal([str(source), *options], capsys)
     assert "is not what its pruning_report.json says, in 1 of" in shown
-    assert f"{UP}: 2 of" in shown
-    assert "groups are not 2:4, the first in row 3, columns 8 to 11: 4 of 4 are not zero" in shown
+    assert re.search(rf"{UP}: 2 of \d+ groups are not 2:4", shown)
     assert "--skip" in shown
     assert "--allow-partial" in shown
     assert [path.name for path in source.parent.iterdir()] == ["model"]
@@ -100,28 +95,15 @@ def test_fewer_zeros_than_the_report_has(pruned):
     source = pruned("llama", Unstructured(0.5), sparsity=0.5)
     assert all(x.breach is None for x in choose_layers(open_checkpoint(source)))
     damage(source, f"{UP}.weight", (0, slice(None)))
-    with pytest.raises(PatternError, match=rf"{UP}: 48\.6% of it is zero, expected 50\.0%; row 0"):
+    with pytest.raises(PatternError, match=rf"{UP}: 48\.\d\d% of it is zero, expected 50\.00%"):
         choose_layers(open_checkpoint(source))
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "index", "layer"),
-    [
-        ("gpt2", "transformer.h.0.mlp.c_fc.weight", (slice(0, 4), 5), "h.0.mlp.c_fc"),
-        ("mixtral", "model.layers.1.mlp.experts.gate_up_proj", (2, 1, slice(0, 4)), "experts.2.ga"),
-        ("convnext", "convnext.encoder.stages.1.downsampling_layer.1.weight", 1, "_layer.1"),
-    ],
-)
-def test_layers_that_are_stored_otherwise_or_have_no_packed_form(
-    family, name, index, layer, pruned
-):
-    source = pruned(family, SemiStructured(2, 4), pattern="2:4")
+def test_layers_that_are_stored_transposed(pruned):
+    source = pruned("gpt2", SemiStructured(2, 4), pattern="2:4")
     assert not any(x.breach for x in choose_layers(open_checkpoint(source)))
-    stored = load_file(source / "model.safetensors")
-    if name not in stored:  # each expert by itself
-        name, index = "model.layers.1.block_sparse_moe.experts.2.w1.weight", index[1:]
-    damage(source, name, index)
-    with pytest.raises(PatternError, match=rf"{layer}\S*: \d+ of \d+ groups are not 2:4"):
+    damage(source, "transformer.h.0.mlp.c_fc.weight", (slice(0, 4), 5))
+    with pytest.raises(PatternError, match=r"h\.0\.mlp\.c_fc: \d+ of \d+ groups are not 2:4"):
         choose_layers(open_checkpoint(source))
 
 
@@ -146,16 +128,3 @@ def test_a_report_of_another_model_is_refused(pruned):
     report.write_text(report.read_text().replace('"name": "', '"name": 5, "former": "'))
     with pytest.raises(FormatError, match=r"`layers\[0\]\.name` is 5, expected a valid string"):
         choose_layers(open_checkpoint(source))
-
-
-def test_a_convolution_of_a_module_of_ones_own(tmp_path):
-    module = nn.ModuleDict({"conv": nn.Conv2d(8, 4, 3)})
-    weight = module["conv"].weight.detach()
-    weight[:, ::2] = 0
-    write_report(tmp_path, {"conv": (4, 72)}, pattern="2:4")
-    for broken in (False, True):
-        weight[1, 4, 2, 1] = 1.0 if broken else 0.0
-        save_file({"conv.weight": weight.contiguous()}, tmp_path / "model.safetensors")
-        message = "row 1, columns 60 to 63: 3 of 4" if broken else "no layer that can be packed"
-        with pytest.raises(PatternError, match=message):
-            choose_layers(open_checkpoint(tmp_path))

@@ -1,4 +1,4 @@
-"""`torch.compile(model, fullgraph=True)` of packed and torchao models on CUDA tensors without data.
+"""`torch.compile(model, fullgraph=True)` of packed models on CUDA tensors without data.
 
 A CUDA build of torch traces them without a GPU; a CPU build traces the same on the CPU.
 """
@@ -11,11 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
-from torch.sparse import (
-    SparseSemiStructuredTensor,
-    SparseSemiStructuredTensorCUSPARSELT,
-    SparseSemiStructuredTensorCUTLASS,
-)
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
@@ -23,40 +18,6 @@ from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Line
 DEVICE = "cpu" if torch.version.cuda is None else "cuda"
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
-
-
-def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device=DEVICE)
-
-
-def put_cusparselt(linear: nn.Linear) -> None:
-    packed = empty(linear.weight.numel() * 9 // 16, dtype=linear.weight.dtype)
-    put(linear, SparseSemiStructuredTensorCUSPARSELT, packed, None)
-
-
-def put_cutlass(linear: nn.Linear) -> None:
-    rows, columns = linear.weight.shape
-    packed = empty(rows, columns // 2, dtype=linear.weight.dtype)
-    put(
-        linear,
-        SparseSemiStructuredTensorCUTLASS,
-        packed,
-        empty(rows, columns // 16, dtype=torch.int16),
-    )
-
-
-def put(linear: nn.Linear, kind: Any, packed: torch.Tensor, meta: torch.Tensor | None) -> None:
-    """Give a layer the tensor that `torchao.sparsity.sparsify_` leaves in it."""
-    kind._load_dispatch_table()
-    unused = dict.fromkeys(("packed_t", "meta_t", "compressed_swizzled_bitmask"))
-    tensor: SparseSemiStructuredTensor = kind(
-        linear.weight.shape, packed=packed, meta=meta, **unused
-    )
-    linear.weight = nn.Parameter(tensor, requires_grad=False)
-
-
 PACKED = {
     "packed": lambda linear: Sparse24Linear.like(linear, DEVICE),
     "bitmask": lambda linear: BitmaskLinear.like(linear, DEVICE, count=linear.weight.numel() // 2),
@@ -64,7 +25,6 @@ PACKED = {
         linear, DEVICE, count=linear.weight.numel() // 4
     ),
 }
-FORMS = [*PACKED, "torchao by cuSPARSELt", "torchao by CUTLASS"]
 
 
 def model(form: str) -> PreTrainedModel:
@@ -74,10 +34,7 @@ def model(form: str) -> PreTrainedModel:
     for name, module in list(made.model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
-        if form in PACKED:
-            made.model.set_submodule(name, PACKED[form](module))
-        else:
-            (put_cutlass if "CUTLASS" in form else put_cusparselt)(module)
+        made.model.set_submodule(name, PACKED[form](module))
     return made.eval()
 
 
@@ -90,7 +47,7 @@ def graphs() -> Iterator[list[GraphModule]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("form", "dynamic"), [*((form, True) for form in FORMS), ("packed", False)]
+    ("form", "dynamic"), [*((form, True) for form in PACKED), ("packed", False)]
 )
 def test_the_whole_model_is_one_graph(form, dynamic, graphs):
     def backend(graph: GraphModule, inputs: Any) -> Any:
@@ -107,8 +64,5 @@ def test_the_whole_model_is_one_graph(form, dynamic, graphs):
             assert logits.device.type == DEVICE
     # With a dynamic batch one graph serves all sizes; else each size has its own.
     assert len(graphs) == (1 if dynamic else len(batches))
-    if form in PACKED:
-        operators = [
-            str(n.target) for n in graphs[0].graph.nodes if "mrp_lightning" in str(n.target)
-        ]
-        assert len(operators) == 7
+    operators = [str(n.target) for n in graphs[0].graph.nodes if "mrp_lightning" in str(n.target)]
+    assert len(operators) == 7

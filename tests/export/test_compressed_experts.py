@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from callbacks import MRPCallback
-from export.conversion import loading_check
+from export.conversion import compressed
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.compressed import choose_compressed
 from export.conversion.integer_layouts import LAYOUTS, PackQuantized
@@ -186,7 +186,7 @@ def test_other_logits_are_no_success(pruned, capsys, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(run)
     model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data.flip(0)
     model.save_pretrained(run)
-    with pytest.raises(loading_check.ParityError, match="transformers computes otherwise"):
-        loading_check.load_with_transformers(
+    with pytest.raises(compressed.ParityError, match="transformers computes otherwise"):
+        compressed.load_with_transformers(
             open_checkpoint(run), run.with_name("run-compressed-tensors"), chosen
         )
