@@ -18,12 +18,17 @@ from export.conversion.checkpoint import Checkpoint
 from export.gguf.fields import (
     GELU,
     NO,
+    PLAIN,
     SILU,
     Fields,
+    Tables,
     all_attend,
     has_number,
     head_dim_divides,
     layers_alternate,
+    local_and_global,
+    positions,
+    positions_of,
     scale_of_queries,
     unheld_window,
 )
@@ -37,13 +42,6 @@ from export.gguf.layout import (
     rotated,
     separate_head,
     table_shared,
-)
-from export.gguf.positions import (
-    PLAIN,
-    Tables,
-    local_and_global,
-    positions,
-    positions_of,
 )
 from export.gguf.tokenizer import tokenizer_fields
 from mrp_lightning.errors import OptionError

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
 from export.gguf.families import FAMILIES, Family, metadata
-from export.gguf.fields import SIZES, WITHOUT_EFFECT, own_code
+from export.gguf.fields import SIZES, WITHOUT_EFFECT, Tables, own_code
 from export.gguf.layout import (
     Layout,
     Location,
@@ -34,7 +34,6 @@ from export.gguf.layout import (
     separate_head,
     table_shared,
 )
-from export.gguf.positions import Tables
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
 from mrp_lightning.upstream.other_names import bounded_gguf

@@ -27,7 +27,6 @@ from mrp_ground.environment import machine
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import OptionError
 from mrp_sparse.formats.sparse24 import GROUP, why_not_packable
-from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 from mrp_sparse.packed_linear import Sparse24Linear
 
@@ -161,8 +160,9 @@ def page(shape: str, options: argparse.Namespace) -> Iterator[str]:
     """Measure a shape, and yield the lines of its page as they come."""
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
     libraries = ", ".join(f"{name} {version}" for name, version in versions().items())
-    yield f"{machine(device)}, cuSPARSELt {cusparselt.version()}, {libraries}\n"
-    if cusparselt.version() == cusparselt.SLOW_ON_HOPPER:
+    version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else 0
+    yield f"{machine(device)}, cuSPARSELt {version}, {libraries}\n"
+    if version == 800:  # NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back
         yield "cuSPARSELt 0.8.0 is slower on Hopper than 0.8.1, which torch 2.12 brings.\n"
     dense = random_model(shape, dtype, device)
     layers = prunable(dense)

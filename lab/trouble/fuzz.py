@@ -185,7 +185,7 @@ def _of_vllm() -> dict[str, Callable[[Path, bytes], None]]:
         return {}
     from mrp_ground.errors import FormatError
     from mrp_sparse.formats.bitmask import BITMASK
-    from mrp_sparse.vllm.proof import check_directory
+    from mrp_sparse.vllm.configuration import check_directory
 
     def served(directory: Path, data: bytes) -> None:
         """Split the bytes at a NUL NUL: the index, and the file of the tensors."""

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, TargetError
@@ -82,7 +81,7 @@ def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
         # The lengths in the header are checked first: another reader would go on past the end of a
         # file as often as a damaged length asks for, without end.
         _check_lengths(path, path.stat().st_mtime_ns)
-        with _bar_where_wanted(), bounded_gguf_readers():
+        with bounded_gguf_readers():
             yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     except Exception as error:  # of any type: readers do not check a file that is cut off
         if isinstance(error, DependencyError) or is_out_of_memory(error):
@@ -93,19 +92,6 @@ def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
 @lru_cache(maxsize=1)
 def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new file is read again)
     bounded_gguf(file)
-
-
-@contextmanager
-def _bar_where_wanted() -> Iterator[None]:
-    """Let the reader show its bar only if transformers' bars are enabled."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    bar_class = reader.tqdm
-    reader.tqdm = transformers_logging.tqdm
-    try:
-        yield
-    finally:
-        reader.tqdm = bar_class
 
 
 def _why_not_read(file: Path, error: Exception) -> str:

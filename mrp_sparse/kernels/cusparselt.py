@@ -15,8 +15,6 @@ from mrp_sparse import upstream
 DTYPES = (torch.float16, torch.bfloat16)
 _WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
 _TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
-# NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back. torch 2.11 pins 0.8.0.
-SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
 
 
 def missing(device: torch.device) -> str | None:
@@ -43,11 +41,6 @@ def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | Non
             f"not {out_features}×{in_features}"
         )
     return None
-
-
-def version() -> int | None:
-    """Return the version number of the library, or `None` without it."""
-    return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
 
 
 def compress(weight: Tensor) -> Tensor:

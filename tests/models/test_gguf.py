@@ -9,15 +9,13 @@ import pytest
 import torch
 from quiet import QUIET
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
 from mrp_lightning.models.gguf import reading
-from mrp_lightning.models.loading import load_config, load_model, load_tokenizer
+from mrp_lightning.models.loading import load_config, load_tokenizer
 from mrp_lightning.upstream.other_names import bounded_gguf
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
@@ -67,17 +65,6 @@ def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
         assert torch.equal(tensor, module.model.state_dict()[name].bfloat16()), name
     assert float((loaded.model.layers[1].mlp.up_proj.weight == 0).float().mean()) == 0.5
     assert AutoTokenizer.from_pretrained(out)(TEXT) == module.tokenizer(TEXT)
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_bars_are_shown_where_they_are_wanted(tiny_gguf, wanted, capsys):
-    before = transformers_logging.is_progress_bar_enabled()
-    {True: enable_progress_bar, False: disable_progress_bar}[wanted]()
-    try:
-        load_model(str(tiny_gguf), None)
-    finally:
-        {True: enable_progress_bar, False: disable_progress_bar}[before]()
-    assert ("de-quantizing" in capsys.readouterr().err) == wanted
 
 
 def test_pruning_does_not_replace_the_directory_of_the_file(tiny_gguf, tmp_path):

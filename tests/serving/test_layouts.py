@@ -24,8 +24,7 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.vllm.configuration import CONFIGS
-from mrp_sparse.vllm.linear import PackedMethod, names_of
-from mrp_sparse.vllm.marks import mark
+from mrp_sparse.vllm.linear import PackedMethod, mark, names_of
 
 PRUNINGS = {BITMASK: removed, BITMASK4: four_bits, SPARSE24: two_of_four}
 COLUMNS = 256

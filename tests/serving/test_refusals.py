@@ -90,7 +90,7 @@ def test_files_are_checked_before_a_worker_starts(spoil, copy):
 @pytest.mark.parametrize("weight_map", [[], {"a": 1}, {"a": 1, "b": "c"}, {"a": {}}])
 def test_an_index_that_names_no_files_is_damaged(weight_map, copy):
     from mrp_sparse.formats.bitmask import BITMASK
-    from mrp_sparse.vllm.proof import check_directory
+    from mrp_sparse.vllm.configuration import check_directory
 
     file = copy / "model.safetensors.index.json"
     file.write_text(json.dumps({"weight_map": weight_map}))
