@@ -38,30 +38,6 @@ def packed(exported: Exported) -> Path:
     return exported.packed
 
 
-def test_the_checkpoint_decides(coded, capsys):
-    main([str(coded), "--overwrite"])
-    packed = coded.with_name("llama-bitmask4")
-    assert "14 bitmask4 layers" in capsys.readouterr().out
-    found = json.loads((packed / "export_report.json").read_text())
-    assert found["format"] == "bitmask4"
-    assert found["parity"]["failures"] == []
-    assert len(found["parity"]["operators"]) == 14
-    stored = load_file(packed / "model.safetensors")
-    settings = json.loads((packed / "config.json").read_text())["quantization_config"]
-    assert (settings["quant_method"], settings["format_version"]) == ("mrp_bitmask4", 1)
-    for row in found["layers"]:
-        tensors = [stored[f"{row['name']}.{key}"] for key in ("weight", *export_names())]
-        assert [tensor.dtype for tensor in tensors] == [torch.uint8, torch.uint8, torch.bfloat16]
-        assert row["packed_bytes"] == sum(tensor.nbytes for tensor in tensors)
-        assert settings["modules"][row["name"]] == tensors[0].numel()
-    main([str(coded), "--format", "bitmask4", "--check-only"])
-    assert "already packed" in refusal([str(packed)], capsys)
-
-
-def export_names() -> tuple[str, ...]:
-    return Bitmask4Linear.FORMAT.companions
-
-
 @pytest.mark.parametrize(
     ("config", "written"),
     [
@@ -124,7 +100,7 @@ def test_a_weight_off_the_grid_is_named(coded, capsys):
 
 def test_a_module_of_ones_own_takes_them(tmp_path):
     weight = onto_grid(torch.randn(8, 70) * (torch.rand(8, 70) < 0.5))
-    names = ("weight", *export_names())
+    names = ("weight", *Bitmask4Linear.FORMAT.companions)
     tensors = dict(zip(names, Bitmask4Linear.FORMAT.pack(weight), strict=True))
     save_file(
         {f"0.{name}": tensor for name, tensor in tensors.items()} | {"0.bias": torch.ones(8)},

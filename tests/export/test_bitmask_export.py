@@ -4,43 +4,43 @@ import json
 import shutil
 from pathlib import Path
 
-import lightning
 import pytest
 import torch
-from quiet import QUIET
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import export
-from callbacks import MRPCallback
-from export import BitmaskLinear
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.packed_format import NOTE
 
 from .conftest import logits, refusal, thin_out
 
 
-def test_a_checkpoint_of_no_pattern_becomes_bitmasks(llama, capsys):
-    thin_out(llama)
+@pytest.mark.parametrize("form", [BITMASK, BITMASK4], ids=lambda form: form.option)
+def test_a_checkpoint_of_no_pattern_becomes_bitmasks(form, llama, capsys):
+    thin_out(llama, four_bits=form is BITMASK4)
     main([str(llama)])
-    packed = llama.with_name("llama-bitmask")
-    assert "14 bitmask layers" in capsys.readouterr().out
+    packed = llama.with_name(f"llama-{form.suffix}")
+    assert f"14 {form.option} layers" in capsys.readouterr().out
     report = json.loads((packed / "export_report.json").read_text())
-    assert report["format"] == "bitmask"
+    assert report["format"] == form.option
     assert report["parity"]["failures"] == []
     assert len(report["parity"]["operators"]) == 14
-    stored = load_file(packed / "model.safetensors")
-    for row in report["layers"]:
-        weight = load_file(llama / "model.safetensors")[f"{row['name']}.weight"]
-        values, bits = (stored[f"{row['name']}.{key}"] for key in ("weight", "weight_bits"))
-        assert row["kept"] == values.numel() == int((weight != 0).sum())
-        assert row["packed_bytes"] == values.nbytes + bits.nbytes < row["dense_bytes"]
+    stored, dense = (load_file(path / "model.safetensors") for path in (packed, llama))
     settings = json.loads((packed / "config.json").read_text())["quantization_config"]
-    assert settings["quant_method"] == "mrp_bitmask"
-    assert settings["format_version"] == 1
-    assert set(settings["modules"]) == {row["name"] for row in report["layers"]}
-    main([str(llama), "--format", "bitmask", "--check-only"])
+    assert (settings["quant_method"], settings["format_version"]) == (form.quant_method, 1)
+    for row in report["layers"]:
+        weight = f"{row['name']}.weight"
+        tensors = [stored.pop(name) for name in (weight, *form.companion_names(weight))]
+        assert tensors[0].dtype == (torch.uint8 if form is BITMASK4 else torch.bfloat16)
+        assert row["kept"] == int((dense.pop(weight) != 0).sum())
+        assert row["packed_bytes"] == sum(tensor.nbytes for tensor in tensors) < row["dense_bytes"]
+        assert settings["modules"].pop(row["name"]) == tensors[0].numel()
+    assert not settings["modules"]
+    assert stored.keys() - {NOTE} == dense.keys()
+    main([str(llama), "--format", form.option, "--check-only"])
     assert "already packed" in refusal([str(packed)], capsys)
 
 
@@ -94,30 +94,3 @@ def test_what_would_get_no_smaller_is_refused_with_the_reason(llama, capsys):
     main([str(llama), "--format", "bitmask", "--allow-partial"])
     report = json.loads((llama.with_name("llama-bitmask") / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 5
-
-
-class Own(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(19, 19) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.relu(block(x))
-        return x
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch)
-
-
-def test_a_module_of_ones_own_is_packed_and_loaded(tmp_path):
-    torch.manual_seed(0)
-    module = Own()
-    callback = MRPCallback(sparsity=0.6, save_dir=tmp_path / "own")
-    trainer = lightning.Trainer(callbacks=[callback], **QUIET)
-    trainer.predict(module, DataLoader(torch.randn(64, 19), batch_size=16))
-    main([str(tmp_path / "own")])
-    loaded = export.load_into(Own(), tmp_path / "own-bitmask")
-    assert all(isinstance(block, BitmaskLinear) for block in loaded.blocks)
-    x = torch.randn(3, 19)
-    assert torch.equal(loaded(x), module(x))

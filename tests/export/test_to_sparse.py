@@ -205,17 +205,6 @@ def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
 
-def test_an_interrupted_run_leaves_nothing(llama, capsys, monkeypatch):
-    from export import packing
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(packing, "check_parity", interrupt)
-    assert "nothing was written" in refusal([str(llama)], capsys, status=130)
-    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
-
-
 @pytest.mark.parametrize(
     ("sent", "status", "said"),
     [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "interrupted: nothing was written\n")],
@@ -254,12 +243,13 @@ def test_an_output_that_is_not_empty_is_refused(llama, capsys):
 def test_an_export_may_be_replaced_with_all_that_was_copied_into_it(llama):
     out = llama.with_name("llama-sparse24")
     (llama / "LICENSE").write_text("free")
-    (llama / "1_Pooling").mkdir()
-    (llama / "1_Pooling" / "config.json").write_text("{}")
+    (llama / "modules.json").write_text('[{"path": "2_Dense"}]')
+    (llama / "2_Dense").mkdir()
+    save_file({"weight": torch.ones(2)}, llama / "2_Dense" / "model.safetensors")
     for _ in range(2):
         main([str(llama), "--overwrite"])
     found = {p.relative_to(out).as_posix() for p in out.rglob("[!.]*") if p.is_file()}
-    assert {"LICENSE", "1_Pooling/config.json"} < found
+    assert {"LICENSE", "2_Dense/model.safetensors"} < found
     assert set(json.loads((out / "export_report.json").read_text())["files"]) == found
 
 
@@ -292,24 +282,6 @@ def test_an_adapter_is_no_model(tmp_path, capsys):
     assert f"`CKPT`: {merge}" in refusal([str(tmp_path)], capsys)
     with pytest.raises(FormatError, match=f"^{re.escape(merge)}"):
         export.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        (".", "is the working directory"),
-        ("..", "holds the working directory"),
-        ("~", "is the home directory"),
-    ],
-)
-def test_no_directory_that_one_works_in_is_overwritten(
-    place, said, llama, capsys, monkeypatch, tmp_path
-):
-    (tmp_path / "work" / "here").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "work" / "here")
-    monkeypatch.setenv("HOME", str(tmp_path / "work" / "here" if place == "~" else tmp_path))
-    assert said in refusal([str(llama), "--overwrite", "--out", place], capsys)
-    assert (tmp_path / "work" / "here").is_dir()
 
 
 @pytest.mark.parametrize("options", [[], ["--check-only"], ["--format", "dense"]], ids=str)
@@ -347,30 +319,6 @@ def test_models_that_transformers_does_not_know_are_refused(llama, capsys):
     (llama / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
     shown = refusal([str(llama)], capsys)
     assert "does not know this configuration (`model_type` 'unheard_of')" in shown
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(llama, capsys, monkeypatch):
-    import export.conversion.writing
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export.conversion.writing, "save_file", full)
-    assert "No space left on device" in refusal([str(llama)], capsys)
-    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
-
-
-def test_parts_of_a_sentence_encoder_are_copied(llama):
-    parts = ("1_Pooling", "2_Dense")
-    (llama / "modules.json").write_text(json.dumps([{"path": part} for part in parts]))
-    for part in parts:
-        (llama / part).mkdir()
-        (llama / part / "config.json").write_text(part)
-    save_file({"weight": torch.ones(2)}, llama / "2_Dense" / "model.safetensors")
-    main([str(llama)])
-    out = llama.with_name("llama-sparse24")
-    assert (out / "1_Pooling" / "config.json").read_text() == "1_Pooling"
-    assert (out / "2_Dense" / "model.safetensors").is_file()
 
 
 def test_the_command_runs_as_a_module(llama):
