@@ -22,7 +22,7 @@ from export.conversion.compressed import (
     load_with_transformers,
     write_compressed,
 )
-from export.conversion.integer_layouts import LAYOUTS, IntegerLayout
+from export.conversion.integers import NAME as COMPRESSED
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.writing import choose_head, write_dense, write_packed
@@ -257,11 +257,10 @@ class Torchao(Packed):
         return write_packed(job.source, directory, report.packed, method=torchao_tensors.METHOD)
 
 
-class Integers(Target[IntegerReport]):
+class CompressedTensors(Target[IntegerReport]):
     """Weights of 4 or 8 bits, with their zeros, for engines that read integers."""
 
-    def __init__(self, layout: IntegerLayout) -> None:
-        self.layout, self.suffix = layout, layout.name
+    suffix = COMPRESSED
 
     def require(self, options: PackingOptions) -> None:
         """Refuse options without effect."""
@@ -273,17 +272,17 @@ class Integers(Target[IntegerReport]):
         }
         if named := [f"`{name}`" for name, is_given in without_effect.items() if is_given]:
             raise OptionError(
-                f"`--format {self.layout.name}` has no use for {', '.join(named)}. Leave them out; "
+                f"`--format {COMPRESSED}` has no use for {', '.join(named)}. Leave them out; "
                 "layers stay dense by `--skip`."
             )
 
     def choose(self, job: Job) -> IntegerReport:
         """Find the codes of all pruned layers; see `choose_compressed`."""
-        chosen = choose_compressed(job.source, self.layout, job.options.skip, job.track)
-        return IntegerReport(source=job.source, format=self.layout.name, chosen=chosen)
+        chosen = choose_compressed(job.source, job.options.skip, job.track)
+        return IntegerReport(source=job.source, format=COMPRESSED, chosen=chosen)
 
     def write(self, job: Job, report: IntegerReport, directory: Path) -> Iterator[str]:
-        """Write safetensors in the layout."""
+        """Write safetensors."""
         return write_compressed(job.source, directory, report.chosen)
 
     def check(self, job: Job, report: IntegerReport, directory: Path) -> None:
@@ -297,7 +296,7 @@ TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
     **{form.option: Packed(form) for form in (SPARSE24, BITMASK, BITMASK4)},
     "dense": Dense(None),
     "torchao": Torchao(SPARSE24),
-    **{name: Integers(layout) for name, layout in LAYOUTS.items()},
+    COMPRESSED: CompressedTensors(),
 }
 """The formats by their names for `--format`."""
 

@@ -163,7 +163,7 @@ class ExportReport(Report):
 
 @dataclass(kw_only=True)
 class IntegerReport(Report):
-    """The report of an export to `compressed-tensors` or `gptq`.
+    """The report of an export to `compressed-tensors`.
 
     Attributes:
         chosen: The layers and their codes.

@@ -11,7 +11,7 @@ from mrp_lightning.commands.command import CommandParser, exit_on_mistake
 from mrp_lightning.commands.first_checks import check_directory, check_output
 from mrp_lightning.environment import require_extra
 
-FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors", "gptq")
+FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors")
 """The keys of `TARGETS`, which loads torch."""
 
 
@@ -64,10 +64,10 @@ def _parser() -> Any:
     text = (
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
         "keeps the zeros, for software that knows no sparsity; torchao is 2:4, multiplied by "
-        "torchao on a CUDA device; compressed-tensors and gptq are for vLLM and SGLang, of 4 or 8 "
-        "bits (default: the file of the engine whose `grid` the run has, compressed-tensors or "
-        "GGUF; bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is "
-        "2:4, else bitmask)"
+        "torchao on a CUDA device; compressed-tensors is for vLLM and SGLang, of 4 or 8 bits "
+        "(default: the file of the engine whose `grid` the run has, compressed-tensors or GGUF; "
+        "bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is 2:4, else "
+        "bitmask)"
     )
     option("--format", choices=FORMATS, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"

@@ -1,8 +1,8 @@
-"""Write a pruning with bits as integers that vLLM and SGLang run: compressed-tensors, or GPTQ.
+"""Write a pruning with bits as integers that vLLM and SGLang run, in compressed-tensors' layout.
 
 The export is lossless: a checkpoint whose weights are not on such a grid raises, the written files
 are read back and compared bit by bit, and transformers loads them if the package is installed.
-Experts are packed one by one where engines read them so; else they are listed as dense.
+Experts are packed one by one.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.claims import Claim, Claims
-from export.conversion.integer_layouts import IntegerLayout, Integers
+from export.conversion.integers import NAME, TENSORS, Integers, read, scale_type, store
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import compare_text, predicts_tokens, text_failures
 from export.conversion.writing import write_converted
@@ -46,7 +46,6 @@ class Compressed:
     """The matrices that an export packs, and their codes.
 
     Attributes:
-        layout: The tensors of a layer.
         layers: The matrices of the files that are packed.
         integers: The codes, and the modules that stay dense.
         left: The reasons why pruned layers stay dense, by name, but for those of `--skip`.
@@ -54,7 +53,6 @@ class Compressed:
         known: The grid parameters that the pruning kept, by the names of packed matrices.
     """
 
-    layout: IntegerLayout
     layers: Sequence[LayerChoice]
     integers: Integers
     left: Mapping[str, str]
@@ -63,21 +61,16 @@ class Compressed:
 
     def grid(self, shape: tuple[int, int], dtype: torch.dtype) -> Grid:
         """Return the grid of a layer."""
-        scales = self.layout.scale_type(dtype)
-        return _grid(self.integers.bits, self.integers.group_size, shape[1], scales)
+        return _grid(self.integers.bits, self.integers.group_size, shape[1], scale_type(dtype))
 
 
 def choose_compressed(
-    checkpoint: Checkpoint,
-    layout: IntegerLayout,
-    skip: Sequence[str] = (),
-    track: Track = silently,
+    checkpoint: Checkpoint, skip: Sequence[str] = (), track: Track = silently
 ) -> Compressed:
     """Find codes of 4 bits, or else of 8 bits, for the layers that a report lists.
 
     Args:
         checkpoint: The directory of a pruning with `bits` or `grid`.
-        layout: The layout of the codes.
         skip: Name patterns of layers to leave dense.
         track: Shows a bar.
 
@@ -88,43 +81,39 @@ def choose_compressed(
         TargetError: A pattern in `skip` matches nothing.
         FormatError: The checkpoint is quantized already, damaged, or holds NaN or Inf.
     """
-    grid, claims = _claims_of(checkpoint, layout)
+    grid, claims = _claims_of(checkpoint)
     model = build_without_weights(checkpoint.pretrained_config())
-    search = _Search.of(model, claims, skip, layout, grid.group_size, checkpoint.grid_parameters())
+    search = _Search.of(model, claims, skip, grid.group_size, checkpoint.grid_parameters())
     for tensor in checkpoint.finite_parameters(model, track, "finding codes"):
         search.examine(*tensor)
-    # Shapes are judged last: how many codes a word holds depends on the bits, which grow until now.
-    for layer in search.packed:
-        if reason := layout.why_not(layer.shape, search.bits):
-            search.misfits.setdefault(layer.name, reason)
     left = search.left
     if search.misfits:
         raise PatternError(
-            f"{checkpoint.path} cannot be stored as {layout.name} without loss. Prune with "
+            f"{checkpoint.path} cannot be stored as {NAME} without loss. Prune with "
             "`grid: int4-g32`, int4-g64, int4-g128 or with `bits`, or leave layers dense with "
             f"--skip:\n{listed(search.misfits)}"
         )
     if not search.packed:
         raise PatternError(
-            f"{checkpoint.path} has no layer that engines read as {layout.name}. Serve it with "
+            f"{checkpoint.path} has no layer that engines read as {NAME}. Serve it with "
             "transformers as it is, or with llama.cpp (`mrp-lightning gguf --like`):\n"
             f"{listed(left)}"
         )
     integers = Integers(search.bits, search.group_size, search.dense, list(search.dense_experts))
     weights = sum(search.layers[name].weight.numel() for name in left)
-    return Compressed(layout, search.packed, integers, left, weights, search.chosen)
+    return Compressed(search.packed, integers, left, weights, search.chosen)
 
 
-def _claims_of(checkpoint: Checkpoint, layout: IntegerLayout) -> tuple[Grid, Mapping[str, Claim]]:
+def _claims_of(checkpoint: Checkpoint) -> tuple[Grid, Mapping[str, Claim]]:
     """Return the grid and the layers that the report of a pruning with bits lists."""
     path = checkpoint.path
     if not checkpoint.config:
-        raise OptionError(f"`--format {layout.name}` is for transformers models; got {path}.")
+        raise OptionError(f"`--format {NAME}` is for transformers models; got {path}.")
     checkpoint.require_dense()
     claims = Claims.read(path)
     if claims.grid is None or claims.layers is None:
         raise PatternError(
-            f"`--format {layout.name}` stores weights of few bits, and {path} has no report of a "
+            f"`--format {NAME}` stores weights of few bits, and {path} has no report of a "
             "pruning with `bits` or `grid`. Prune it with `bits: 4` and `group_size: 32`."
         )
     return claims.grid, claims.layers
@@ -142,7 +131,6 @@ class _Search:
     codes of 4 bits are codes of 8 bits, too.
 
     Attributes:
-        layout: The layout of the codes.
         layers: All layers of the model, by name.
         wanted: The names of the pruned layers that are not left out.
         group_size: Columns that share a scale; −1 for all of a row.
@@ -158,7 +146,6 @@ class _Search:
         dense_experts: Likewise the modules of experts.
     """
 
-    layout: IntegerLayout
     layers: Mapping[str, Layer]
     wanted: Set[str]
     group_size: int
@@ -179,7 +166,6 @@ class _Search:
         model: PreTrainedModel,
         claims: Mapping[str, Claim],
         skip: Sequence[str],
-        layout: IntegerLayout,
         group_size: int,
         known: Mapping[str, GridParameters],
     ) -> "_Search":
@@ -196,10 +182,10 @@ class _Search:
         tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
         # `why_dense` needs a search, and the group size needs its answers: layers that stay dense
         # must not restrict the divisors. So the size is set second.
-        search = cls(layout, layers, wanted, -1, known, linear, tables)
+        search = cls(layers, wanted, -1, known, linear, tables)
         widths = [layers[n].weight.shape[1] for n in wanted if search.why_dense(n) is None]
         if widths:
-            search.group_size = _group_size(layout, group_size, widths)
+            search.group_size = _group_size(group_size, widths)
         return search
 
     @cached_property
@@ -236,8 +222,6 @@ class _Search:
         """Return why a pruned layer cannot be packed, whatever its weight; `None` if it can."""
         layer = self.layers[name]
         if isinstance(layer, Expert):
-            if not self.layout.packs_experts:
-                return f"it is an expert, which is not packed as {self.layout.name} here"
             if layer.owner in self.partly:
                 return "it is an expert, and others of its block stay dense"
         elif not isinstance(layer.module, nn.Linear):
@@ -271,7 +255,7 @@ class _Search:
     def _find_codes(self, name: str, layer: str, stored: str, tensor: Tensor) -> None:
         """Record a matrix to pack, with the reason if it cannot be packed without loss."""
         shape = (tensor.shape[0], tensor.shape[1])
-        scales = self.layout.scale_type(tensor.dtype)
+        scales = scale_type(tensor.dtype)
         grid = partial(_grid, group_size=self.group_size, columns=shape[1], scales=scales)
         parameters = _of_matrix(self.known.get(layer), tensor, grid(self.bits))
         if parameters is not None:
@@ -298,11 +282,11 @@ def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
         grid = chosen.grid(layer.shape, layer.dtype)
         codes, scales = decompose(grid, tensor, chosen.known.get(layer.name))
         scales = scales.to(tensor.dtype)
-        stored = chosen.layout.store(codes, scales, chosen.integers.bits, grid.group_size)
+        stored = store(codes, scales, chosen.integers.bits)
         start = layer.tensor.removesuffix("weight")
         return {f"{start}{name}": each for name, each in stored.items()}
 
-    settings = chosen.layout.settings(chosen.integers)
+    settings = chosen.integers.settings()
     yield from write_converted(source, directory, chosen.layers, convert, settings)
 
 
@@ -320,8 +304,8 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
             other = written.get(name)
         else:
             start = layer.tensor.removesuffix("weight")
-            stored = {key: written[f"{start}{key}"] for key in chosen.layout.tensors}
-            codes, scales = chosen.layout.read(stored, chosen.integers.bits)
+            stored = {key: written[f"{start}{key}"] for key in TENSORS}
+            codes, scales = read(stored, chosen.integers.bits)
             width = chosen.grid(layer.shape, layer.dtype).group_size
             # As engines do: codes in the model's dtype, multiplied with one rounding.
             scales = scales.to(tensor.dtype)
@@ -335,6 +319,7 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
         )
 
 
+_MODULE = "compressed_tensors"  # which transformers loads the export with
 _WINDOWS, _LENGTH = 2, 32
 _ADVICE = "Leave layers dense with --skip, or take another --format. Please report this."
 
@@ -350,9 +335,8 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
         ParityError: transformers cannot load the export otherwise, does not find all weights in it,
             or computes other logits.
     """
-    layout = chosen.layout
-    if importlib.util.find_spec(layout.module) is None:
-        return f"transformers was not tried here: the package {layout.package} is not installed."
+    if importlib.util.find_spec(_MODULE) is None:
+        return f"transformers was not tried here: the package {NAME} is not installed."
     # compressed-tensors shows bars that no argument silences.
     with redirect_stderr(StringIO()):
         try:
@@ -372,7 +356,7 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
                 f"transformers cannot load what was written: {first_line(error)}. {_ADVICE}"
             ) from error
         outcome = _compared(source, *loaded)
-    return f"transformers loaded it here, with the package {layout.package} and {outcome}."
+    return f"transformers loaded it here, with the package {NAME} and {outcome}."
 
 
 def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
@@ -399,11 +383,10 @@ def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
     return "the same logits" + ("" if text.bit_equal else f", but for {text.max_difference:.1e}")
 
 
-def _group_size(layout: IntegerLayout, size: int, columns: Sequence[int]) -> int:
+def _group_size(size: int, columns: Sequence[int]) -> int:
     """Return the largest supported group size that divides a run's groups, −1 for whole rows.
 
     Args:
-        layout: The layout of the codes.
         size: The group size of the run.
         columns: The number of columns of each layer to pack; at least one.
     """
@@ -418,7 +401,7 @@ def _group_size(layout: IntegerLayout, size: int, columns: Sequence[int]) -> int
             return group
     widths = ", ".join(map(str, sorted(set(columns))))
     raise PatternError(
-        f"`--format {layout.name}` has groups of 32, 64 or 128 columns, and this run `group_size` "
+        f"`--format {NAME}` has groups of 32, 64 or 128 columns, and this run `group_size` "
         f"{size} with layers of {widths} columns. Prune with `group_size: 32`."
     )
 

@@ -252,7 +252,7 @@ def _next_steps(
         result = shlex.quote(str(conversion.out))
         if conversion.command == "gguf":
             lines.append(f"  llama-cli -m {result}")
-        elif {"compressed-tensors", "gptq"} & {*conversion.options}:
+        elif "compressed-tensors" in conversion.options:
             lines.append(f"  vllm serve {result}")
         else:
             runnable = result

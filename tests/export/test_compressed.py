@@ -1,9 +1,7 @@
 """compressed-tensors: equal to the bit, by that package's own reading, and the refusals."""
 
 import json
-import re
 
-import numpy
 import pytest
 import torch
 from quiet import QUIET
@@ -11,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from callbacks import MRPCallback
-from export.conversion.integer_layouts import LAYOUTS
 from export.to_sparse import main
 from mrp_lightning import CausalLM, Trainer
 
@@ -37,9 +34,9 @@ def pruned(tmp_path):
     return prune
 
 
-def export(run, *arguments, form="compressed-tensors"):
-    main([str(run), "--format", form, *arguments])
-    return run.with_name(f"{run.name}-{form}")
+def export(run, *arguments):
+    main([str(run), "--format", "compressed-tensors", *arguments])
+    return run.with_name(f"{run.name}-compressed-tensors")
 
 
 RUNS = [
@@ -95,74 +92,6 @@ def test_codes_lie_in_int32_from_the_lowest_bits(pruned):
             assert value == dense[name][row, column]
 
 
-def dequantised(stored, name, bits):
-    """Dequantise a layer as AutoGPTQ documents version 1 of the layout, number by number."""
-    words, zeros = (stored[f"{name}.{x}"].numpy().view("uint32") for x in ("qweight", "qzeros"))
-    scales, groups = (stored[f"{name}.{x}"].numpy() for x in ("scales", "g_idx"))
-    each, mask = 32 // bits, 2**bits - 1
-    weight = numpy.zeros((words.shape[1], len(groups)), dtype="float32")
-    for row, column in numpy.ndindex(weight.shape):
-        code = (int(words[column // each, row]) >> (bits * (column % each))) & mask
-        group = groups[column]
-        zero = (int(zeros[group, row // each]) >> (bits * (row % each))) & mask
-        weight[row, column] = float(scales[group, row]) * (code - (zero + 1))
-    return torch.from_numpy(weight)
-
-
-OF_GPTQ = [
-    ({"grid": "int4-g32"}, 4, 32),
-    ({"grid": "int8-g64"}, 8, 64),
-    ({"bits": 3, "pattern": "2:4", "group_size": 128}, 4, -1),
-]
-
-
-@pytest.mark.parametrize(("options", "bits", "group"), OF_GPTQ, ids=str)
-def test_a_textbook_reading_of_gptq_gives_the_checkpoint(options, bits, group, pruned, capsys):
-    run = pruned(**options, head_grid="q8_0")
-    out = export(run, form="gptq")
-    assert f"in {bits} bits" in capsys.readouterr().out
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["checkpoint_format"]) == ("gptq", "gptq")
-    assert (config["bits"], config["group_size"]) == (bits, group)
-    assert (config["sym"], config["desc_act"], config["lm_head"]) == (True, False, False)
-    stored, dense = load_file(out / "model.safetensors"), load_file(run / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj"
-    groups = 1 if group < 0 else 128 // group
-    shapes = {"qweight": (128 * bits // 32, 64), "qzeros": (groups, 64 * bits // 32)}
-    shapes |= {"scales": (groups, 64), "g_idx": (128,)}
-    assert {kind: stored[f"{name}.{kind}"].shape for kind in shapes} == shapes
-    types = [stored[f"{name}.{kind}"].dtype for kind in shapes]
-    assert types == [torch.int32, torch.int32, torch.float16, torch.int32]
-    left = {"model.embed_tokens.weight", "lm_head.weight"}
-    for key in dense:
-        if key in left or "norm" in key:
-            assert torch.equal(stored[key], dense[key])
-        else:
-            weight = dequantised(stored, key.removesuffix(".weight"), bits)
-            assert torch.equal(weight.bfloat16(), dense[key]), key
-
-
-def test_gptq_names_the_layers_that_stay_dense_and_refuses_what_float16_cannot_hold(pruned, capsys):
-    run = pruned(grid="int4-g32")
-    dynamic = json.loads(
-        (export(run, "--skip", "down_proj", form="gptq") / "config.json").read_text()
-    )
-    dynamic = dynamic["quantization_config"]["dynamic"]
-    skipped = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
-    for name in (*skipped, "lm_head", "model.layers.0.mlp.up_proj"):
-        matches = [key for key in dynamic if re.match(key.removeprefix("-:"), name)]
-        assert len(matches) == (name != "model.layers.0.mlp.up_proj")
-    model = AutoModelForCausalLM.from_pretrained(run)
-    model.model.layers[0].mlp.up_proj.weight.data *= 2.0**-20  # scales finer than its smallest
-    model.save_pretrained(run)
-    (run / "grid" / "parameters.safetensors").unlink()
-    with pytest.raises(SystemExit) as ended:
-        export(run, "--overwrite", form="gptq")
-    assert ended.value.code == 2
-    assert "layers.0.mlp.up_proj: " in (error := capsys.readouterr().err)
-    assert "groups are no multiples of a scale" in error
-
-
 def test_layers_can_stay_dense_and_others_are_refused(pruned, tmp_path, capsys):
     run = pruned(grid="int4-g32")
     out = export(run, "--skip", "q_proj")
@@ -211,42 +140,30 @@ def test_columns_that_leave_a_word_incomplete_are_read_back(pruned, capsys):
     assert "the same logits" in capsys.readouterr().out
 
 
-def test_a_shape_is_judged_by_the_bits_that_the_file_gets(pruned):
-    """12 rows fit in words of four codes of 8 bits, which only the last layer needs."""
-    run = pruned(width=12, bits=3)
-    tensors = load_file(run / "model.safetensors")
-    weight = tensors["model.layers.1.mlp.up_proj.weight"]
-    weight.copy_(torch.arange(weight.numel()).view_as(weight) % 101)  # no codes of 4 bits
-    save_file(tensors, run / "model.safetensors", {"format": "pt"})
-    config = json.loads((export(run, form="gptq") / "config.json").read_text())
-    assert config["quantization_config"]["bits"] == 8
-
-
-@pytest.mark.parametrize("form", LAYOUTS)
-def test_values_that_are_not_finite_are_refused_and_named(form, pruned, capsys):
+def test_values_that_are_not_finite_are_refused_and_named(pruned, capsys):
     run = pruned(grid="int4-g32")
     tensors = load_file(run / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, run / "model.safetensors", {"format": "pt"})
-    assert "model.norm.weight: 1\n" in refusal([str(run), "--format", form], capsys)
+    assert "model.norm.weight: 1\n" in refusal([str(run), "--format", "compressed-tensors"], capsys)
 
 
 def test_options_that_the_format_does_not_use_are_refused(tmp_path, capsys):
     given = ["--allow-partial", "--text", "a.txt", "--device", "cuda:99", "--head-bits", "8"]
-    shown = refusal([str(tmp_path), "--format", "gptq", *given], capsys)
+    shown = refusal([str(tmp_path), "--format", "compressed-tensors", *given], capsys)
     assert "no use for `--head-bits`, `--allow-partial`, `--text`, `--device`. Leave" in shown
 
 
 def test_a_check_says_what_it_found(pruned, capsys):
     run = pruned(grid="int4-g32")
     capsys.readouterr()
-    out = export(run, "--check-only", form="gptq")
+    out = export(run, "--check-only")
     assert capsys.readouterr().out == (
         f"checked only: {out} does not exist, and nothing was written\n"
     )
-    export(run, form="gptq")
+    export(run)
     capsys.readouterr()
-    export(run, "--check-only", form="gptq")
+    export(run, "--check-only")
     shown = capsys.readouterr().out
     assert "14 layers in 4 bits" in shown
     assert shown.endswith(f"Checked: {out}\n")

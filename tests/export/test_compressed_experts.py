@@ -13,7 +13,7 @@ from callbacks import MRPCallback
 from export.conversion import compressed
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.compressed import choose_compressed
-from export.conversion.integer_layouts import LAYOUTS, PackQuantized
+from export.conversion.integers import Integers
 from export.to_sparse import main
 from mrp_lightning import CausalLM, Trainer
 
@@ -54,9 +54,9 @@ def pruned(tmp_path):
     return prune
 
 
-def export(run, *arguments, form="compressed-tensors"):
-    main([str(run), "--format", form, *arguments])
-    out = run.with_name(f"{run.name}-{form}")
+def export(run, *arguments):
+    main([str(run), "--format", "compressed-tensors", *arguments])
+    out = run.with_name(f"{run.name}-compressed-tensors")
     return out, json.loads((out / "config.json").read_text())["quantization_config"]
 
 
@@ -120,35 +120,19 @@ def test_skipped_experts_leave_their_block_dense(pruned, capsys):
         logits(out)
 
 
-def test_gptq_names_experts_that_stay_dense(pruned, capsys):
-    run = pruned("mixtral")
-    out, settings = export(run, form="gptq")
-    shown = capsys.readouterr().out
-    assert f"16 pruned layers with {2 * 4 * 3 * 128 * 64:,} weights stay in 16 bits" in shown
-    assert "vLLM and SGLang, which read this format, were not tried." in shown
-    stored = load_file(out / "model.safetensors")
-    expert = "model.layers.0.block_sparse_moe.experts.1.w1"
-    assert f"{expert}.weight" in stored
-    dense = [expert, "model.layers.1.block_sparse_moe.experts", "model.layers.0.mlp.gate"]
-    for name in (*dense, "model.layers.0.self_attn.q_proj"):
-        hits = [key for key in settings["dynamic"] if re.match(key.removeprefix("-:"), name)]
-        assert len(hits) == (name in dense), name
-
-
-@pytest.mark.parametrize("form", LAYOUTS)
-def test_layers_of_another_kind_are_named(form, pruned, capsys):
+def test_layers_of_another_kind_are_named(pruned, capsys):
     run = pruned("gpt2")
     with pytest.raises(SystemExit) as ended:
-        export(run, form=form)
+        export(run)
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert f"has no layer that engines read as {form}" in error
+    assert "has no layer that engines read as compressed-tensors" in error
     assert "transformer.h.*.mlp.c_fc (2 layers): it is a Conv1D, and engines read nn.Lin" in error
     assert "Prune with" not in error
 
 
 def test_without_the_package_nobody_is_said_to_load_it(pruned, capsys, monkeypatch):
-    monkeypatch.setattr(PackQuantized, "module", "no_such_package")
+    monkeypatch.setattr(compressed, "_MODULE", "no_such_package")
     export(pruned("mixtral"))
     shown = capsys.readouterr().out
     assert "transformers was not tried here: the package compressed-tensors is not inst" in shown
@@ -164,11 +148,9 @@ BREAKS = {
 @pytest.mark.parametrize("message", BREAKS)
 def test_what_transformers_does_not_load_is_no_success(message, pruned, capsys, monkeypatch):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    run, settings = pruned("qwen3_moe"), PackQuantized.settings
+    run, settings = pruned("qwen3_moe"), Integers.settings
     skip = ["--skip", "q_proj"]
-    monkeypatch.setattr(
-        PackQuantized, "settings", lambda *arguments: BREAKS[message](settings(*arguments))
-    )
+    monkeypatch.setattr(Integers, "settings", lambda integers: BREAKS[message](settings(integers)))
     with pytest.raises(SystemExit) as ended:
         export(run, *skip)
     assert ended.value.code == 1
@@ -180,7 +162,7 @@ def test_other_logits_are_no_success(pruned, capsys, monkeypatch):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
     run = pruned("mixtral")
     source = open_checkpoint(run)
-    chosen = choose_compressed(source, LAYOUTS["compressed-tensors"])
+    chosen = choose_compressed(source)
     export(run)
     assert chosen.left == {}
     model = AutoModelForCausalLM.from_pretrained(run)
