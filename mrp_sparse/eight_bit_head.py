@@ -10,61 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from mrp_ground.errors import OptionError
-from mrp_sparse.formats.eight_bit import damage, pack, unpack, why_not_rounded
-from mrp_sparse.packed_linear import FrozenLinear, frozen
+from mrp_sparse.formats.eight_bit import EIGHT_BIT, unpack, why_not_rounded
+from mrp_sparse.packed_linear import PackedLinear
 
 
-class EightBitLinear(FrozenLinear):
+class EightBitLinear(PackedLinear):
     """y = x Wᵀ + b with W of 8 bits: each row is whole numbers from −127 to 127 times a scale.
 
     The compiled CPU kernels multiply the numbers as they are, but for float64; all else unpacks W.
-
-    The arguments are those of `Sparse24Linear`; `dtype` is that of the scales and the bias.
+    `from_linear` takes the numbers that are nearest to the weights, as `pack` rounds them.
 
     Attributes:
         weight: The numbers, int8 (out_features, in_features).
         weight_scales: A scale for each row, (out_features,), in the layer's dtype.
-
-    Raises:
-        OptionError: The number of columns is no multiple of 16.
     """
 
+    FORMAT = EIGHT_BIT
     weight_scales: Tensor
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if reason := why_not_rounded(in_features):
-            raise OptionError(f"EightBitLinear: {reason}.")
-        codes = torch.empty(out_features, in_features, dtype=torch.int8, device=device)
-        scales = torch.empty(out_features, dtype=dtype, device=device)
-        super().__init__(in_features, out_features, weight=codes, weight_scales=scales)
-        if bias:
-            self.bias = frozen(torch.empty_like(scales))
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
-        """Return the layer whose numbers are nearest to the weights, as `pack` rounds them."""
-        layer = cls.like(linear, "meta")
-        layer.weight, layer.weight_scales = pack(linear.weight.detach())
-        layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
-        return layer
-
-    def dense_weight(self) -> Tensor:
-        """Return W (out_features, in_features), in the dtype of the scales."""
-        return unpack(self.weight, self.weight_scales)
-
-    def damage(self) -> str | None:
-        """Return why the tensors cannot be the result of packing, `None` if they can."""
-        return damage(self.weight, self.weight_scales)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return torch.ops.mrp_lightning.linear8(x, self.weight, self.weight_scales, self.bias)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the scales, the bias and the activations."""
+        return self.weight_scales.dtype
 
     def extra_repr(self) -> str:
         """Return the shape, as `nn.Linear` shows it, and the bits of a weight."""

@@ -27,7 +27,6 @@ from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.packed_linear import (
     Bitmask4Linear,
     BitmaskLinear,
-    FrozenLinear,
     PackedLinear,
     Sparse24Linear,
     is_packable,
@@ -97,8 +96,8 @@ class PackedQuantizer(HfQuantizer):
         self, model: "PreTrainedModel", **_: Any
     ) -> "PreTrainedModel":
         # Problems are collected, so that one error names every damaged layer.
-        damaged = [*self._damage_of_head(model)]
-        for name, layer in self._layers(model):
+        damaged = []
+        for name, layer in (*self._head(model).items(), *self._layers(model)):
             # A tensor that no file held is uninitialised memory, which may look valid.
             if missing := _missing(layer, ("weight", *layer.FORMAT.companions, "bias")):
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
@@ -116,24 +115,11 @@ class PackedQuantizer(HfQuantizer):
             )
         return expand_bitmasks(model)
 
-    def _damage_of_head(self, model: nn.Module) -> Iterator[str]:
-        if (head := self._head(model)) is None:
-            return
-        missing = _missing(head, ("weight", "weight_scales", "bias"))
-        for key in missing:
-            yield f"{self._head_name}.{key} (missing, or of another shape)"
-        if missing or head.weight.is_meta or head.weight_scales.is_meta:
-            return
-        if damage := head.damage():
-            yield f"{self._head_name}.weight ({damage})"
-
-    @property
-    def _head_name(self) -> str:
-        return (self.quantization_config.head or {}).get("module", "")
-
-    def _head(self, model: nn.Module) -> EightBitLinear | None:
-        layer = model.get_submodule(self._head_name) if self._head_name else None
-        return layer if isinstance(layer, EightBitLinear) else None
+    def _head(self, model: nn.Module) -> dict[str, EightBitLinear]:
+        """Return the head of 8 bits by its name, if there is one."""
+        name = (self.quantization_config.head or {}).get("module")
+        layer = model.get_submodule(name) if name else None
+        return {str(name): layer} if isinstance(layer, EightBitLinear) else {}
 
     def _layers(self, model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
         for name in self.quantization_config.counts:
@@ -146,7 +132,7 @@ class PackedQuantizer(HfQuantizer):
         # `dtype` may be a name, as in a saved configuration.
         kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers, head = dict(self._layers(model)), self._head(model)
-        states = [layer.state_dict() for layer in (*layers.values(), head) if layer is not None]
+        states = [layer.state_dict() for layer in (*layers.values(), *head.values())]
         if any(tensor.is_meta for tensors in states for tensor in tensors.values()):
             raise OptionError(
                 "Weights that are offloaded cannot be made dense: load the model without disk "
@@ -156,7 +142,7 @@ class PackedQuantizer(HfQuantizer):
         # meta device a second model takes no memory.
         with torch.device("meta"):
             original = type(model)(model.config)
-        if head is not None:
+        if head:
             Head.of(original).put_dense(model, original, kind)
         for name, packed in layers.items():
             model.set_submodule(name, packed.give(original.get_submodule(name), kind))
@@ -241,7 +227,7 @@ def expand_bitmasks(model: "PreTrainedModel") -> "PreTrainedModel":
     return model
 
 
-def _missing(layer: FrozenLinear, names: Sequence[str]) -> list[str]:
+def _missing(layer: PackedLinear, names: Sequence[str]) -> list[str]:
     """Return the names of the layer's tensors that no file held; it may have no bias."""
     tensors = {name: getattr(layer, name) for name in names}
     return [name for name, t in tensors.items() if t is not None and not was_loaded(t)]

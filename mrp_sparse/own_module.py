@@ -161,7 +161,5 @@ def _packed_problems(
         if any(key not in tensors or tensors[key].shape != expected[key] for key in keys):
             continue
         stored = [tensors[key] for key in keys]
-        if stored[1].dtype != torch.uint8:
-            yield f"{name}.{form.places}: expected uint8, got {stored[1].dtype}"
-        elif damage := form.damage(*stored, columns):
+        if damage := form.damage(*stored, columns):
             yield f"{name}.{form.places}: damaged, {damage}"

@@ -41,17 +41,77 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-class FrozenLinear(nn.Module):
-    """y = x Wᵀ + b with W computed from stored tensors, `weight` among them; not trained."""
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b with W stored in a `PackedFormat`, and not trained.
+
+    Args:
+        in_features: Columns of W; of 2:4 a positive multiple of 8, of 8 bits one of 16.
+        out_features: Rows of W.
+        count: Number of elements of `weight`, where the shape of W does not determine it.
+        bias: Whether there is a b.
+        dtype: Dtype of the floating-point tensors and the activations; by default torch's.
+        device: Device of the tensors, which are not initialised.
+
+    Attributes:
+        weight: The stored values; their shape and dtype are the format's.
+        bias: Added to each output, (out_features,), or `None`.
+
+    Raises:
+        PatternError: No weight of this shape has the format.
+    """
 
     weight: Tensor
+    FORMAT: ClassVar[PackedFormat]
+    """The format of the stored tensors."""
+    DERIVED: ClassVar[str] = "offsets"
+    """Name of the tensor that is computed from the stored ones, and not in the state dict."""
 
-    def __init__(self, in_features: int, out_features: int, **tensors: Tensor) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        count: int = 0,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if reason := self.FORMAT.why_not((out_features, in_features)):
+            raise PatternError(f"{type(self).__name__}: {reason}.")
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
-        self.bias: nn.Parameter | None = None
+        # `empty` has no argument for the device: the context sets that of every tensor.
+        with nullcontext() if device is None else torch.device(device):
+            values, *companions = self.FORMAT.empty(
+                (out_features, in_features), count, dtype or torch.get_default_dtype()
+            )
+            for name, tensor in zip(self.FORMAT.companions, companions, strict=True):
+                self.register_buffer(name, tensor)
+            # After the companions, since assigning `weight` derives the offsets from them.
+            self.weight = frozen(values)
+            self.bias = frozen(torch.empty(out_features, dtype=self.dtype)) if bias else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self.DERIVED:
+            # State dicts hold neither non-persistent buffers nor `None`. A `None` must not be
+            # registered as non-persistent: accelerate moves all of those, `None` too.
+            self.register_buffer(name, value, persistent=value is None)
+            return
+        super().__setattr__(name, value)
+        # Offsets of other bits would read other values without any error.
+        if name in ("weight", self.FORMAT.places):
+            self.derive()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # The base class copies into existing tensors, which `__setattr__` does not see.
+        super()._load_from_state_dict(*args, **kwargs)
+        self.derive()
+
+    def derive(self) -> None:
+        """Recompute the derived tensor, if any, from the stored ones; `None` on the meta device."""
+        if self.FORMAT.row_offsets is not None:
+            bits = self.places
+            setattr(self, self.DERIVED, None if bits.is_meta else self.FORMAT.row_offsets(bits))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features).
@@ -69,11 +129,8 @@ class FrozenLinear(nn.Module):
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def dense_weight(self) -> Tensor:
-        """Return W (out_features, in_features), with its zeros."""
-        raise NotImplementedError
+        offsets = getattr(self, "offsets", None)
+        return self.FORMAT.multiply(x, self._stored(), self.bias, offsets=offsets)
 
     @classmethod
     def like(
@@ -121,76 +178,6 @@ class FrozenLinear(nn.Module):
             f"bias={self.bias is not None}"
         )
 
-
-class PackedLinear(FrozenLinear):
-    """A linear layer whose weight is stored in a `PackedFormat`.
-
-    Args:
-        in_features: Columns of W; of 2:4 a positive multiple of 8.
-        out_features: Rows of W.
-        count: Number of elements of `weight`, where the shape of W does not determine it.
-        bias: Whether there is a b.
-        dtype: Dtype of the floating-point tensors and the activations; by default torch's.
-        device: Device of the tensors, which are not initialised.
-
-    Attributes:
-        weight: The stored values; their shape and dtype are the format's.
-        bias: Added to each output, (out_features,), or `None`.
-
-    Raises:
-        PatternError: No weight of this shape has the format.
-    """
-
-    FORMAT: ClassVar[PackedFormat]
-    """The format of the stored tensors."""
-    DERIVED: ClassVar[str] = "offsets"
-    """Name of the tensor that is computed from the stored ones, and not in the state dict."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        count: int = 0,
-        *,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if reason := self.FORMAT.why_not((out_features, in_features)):
-            raise PatternError(f"{type(self).__name__}: {reason}.")
-        # `empty` has no argument for the device: the context sets that of every tensor.
-        with nullcontext() if device is None else torch.device(device):
-            values, *companions = self.FORMAT.empty(
-                (out_features, in_features), count, dtype or torch.get_default_dtype()
-            )
-            tensors = dict(zip(self.FORMAT.companions, companions, strict=True))
-            super().__init__(in_features, out_features, **tensors)
-            # After the companions, since assigning `weight` derives the offsets from them.
-            self.weight = frozen(values)
-            self.bias = frozen(torch.empty(out_features, dtype=self.dtype)) if bias else None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == self.DERIVED:
-            # State dicts hold neither non-persistent buffers nor `None`. A `None` must not be
-            # registered as non-persistent: accelerate moves all of those, `None` too.
-            self.register_buffer(name, value, persistent=value is None)
-            return
-        super().__setattr__(name, value)
-        # Offsets of other bits would read other values without any error.
-        if name in ("weight", self.FORMAT.places):
-            self.derive()
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # The base class copies into existing tensors, which `__setattr__` does not see.
-        super()._load_from_state_dict(*args, **kwargs)
-        self.derive()
-
-    def derive(self) -> None:
-        """Recompute the derived tensor from the stored ones; it is `None` on the meta device."""
-        assert self.FORMAT.row_offsets is not None
-        bits = self.places
-        setattr(self, self.DERIVED, None if bits.is_meta else self.FORMAT.row_offsets(bits))
-
     @classmethod
     @checked
     def from_linear(cls, linear: nn.Module) -> Self:
@@ -210,7 +197,7 @@ class PackedLinear(FrozenLinear):
         layer = cls.from_packed(cls.FORMAT.pack(weight), weight.shape[1])
         if isinstance(linear.bias, Tensor):
             layer.bias = frozen(linear.bias.detach())
-        return layer
+        return layer.train(linear.training)
 
     @classmethod
     @checked
@@ -235,13 +222,12 @@ class PackedLinear(FrozenLinear):
         layer = cls(columns, rows, values.numel(), bias=False, device="meta")
         expected = {name: tuple(layer.state_dict()[name].shape) for name in names}
         shapes = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
-        if shapes != expected or places.dtype != torch.uint8:
+        if shapes != expected:
             raise FormatError(
-                f"{cls.__name__}.from_packed: of {rows} rows and {columns} columns the "
-                f"tensors are {expected}, with `{cls.FORMAT.places}` in uint8. Got {shapes}, in "
-                f"{places.dtype}."
+                f"{cls.__name__}.from_packed: of {rows} rows and {columns} columns the tensors are "
+                f"{expected}. Got {shapes}."
             )
-        # `damage` reads the tensors by these shapes and dtypes, hence the order of the checks.
+        # `damage` reads the tensors by these shapes, hence the order of the checks.
         if damage := cls.FORMAT.damage(*tensors, columns):
             raise FormatError(f"{cls.__name__}.from_packed: damaged, {damage}. Pack it again.")
         layer.weight = frozen(values)
@@ -274,8 +260,6 @@ class PackedLinear(FrozenLinear):
 
     def damage(self) -> str | None:
         """Return why the stored tensors cannot be the result of packing, `None` if they can."""
-        if self.places.dtype != torch.uint8:
-            return f"expected uint8, got {self.places.dtype}"
         return self.FORMAT.damage(*self.packed(), self.in_features)
 
 
@@ -338,9 +322,6 @@ class BitmaskLinear(PackedLinear):
     FORMAT = BITMASK
     weight_bits: Tensor
     offsets: Tensor | None
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return self.FORMAT.multiply(x, self._stored(), self.bias, offsets=self.offsets)
 
     def extra_repr(self) -> str:
         """Return the shape, as `nn.Linear` shows it, and the fraction of non-zero weights."""

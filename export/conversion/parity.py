@@ -114,7 +114,8 @@ def check_parity(
         return parity
     model = load(directory) if source.config else None
     modules = {} if model is None else dict(model.named_modules())
-    packed = {name: m for name, m in modules.items() if isinstance(m, PackedLinear)}
+    names = {layer.name for layer in layers if layer.reason is None}
+    packed = {n: m for n, m in modules.items() if n in names and isinstance(m, PackedLinear)}
     stored = packed.items() or _packed_in_files(directory, layers)
     for name, layer in track(stored, len(packed) or None, "comparing products"):
         weight = getattr(modules.get(name), "weight", None)

@@ -17,7 +17,7 @@ from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.storage.files import naming, save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_sparse.eight_bit_head import Head
-from mrp_sparse.formats.eight_bit import VERSION, pack
+from mrp_sparse.formats.eight_bit import EIGHT_BIT, VERSION, pack
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.formats.sparse24 import positive_zeros
 
@@ -54,7 +54,7 @@ class HeadChoice:
     @property
     def packed_bytes(self) -> int:
         """Bytes of the 8-bit numbers and scales."""
-        return self.shape[0] * (self.shape[1] + self.dtype.itemsize)
+        return EIGHT_BIT.num_bytes(self.shape, self.dtype, 0)
 
     @property
     def settings(self) -> dict[str, str | int]:

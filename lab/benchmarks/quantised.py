@@ -133,10 +133,9 @@ def model_sizes(name: str, sides: Sequence[str]) -> Iterator[list[str]]:
         if HEAD in side:
             round_head(model)
             head = model.get_output_embeddings()
-        blocks: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear)]
-        blocks = blocks or [
-            m for m in model.modules() if isinstance(m, nn.Linear) and m is not head
-        ]
+        others: list[Any] = [m for m in model.modules() if m is not head]
+        blocks = [m for m in others if isinstance(m, PackedLinear)]
+        blocks = blocks or [m for m in others if isinstance(m, nn.Linear)]
         weights = sum(m.in_features * m.out_features for m in blocks)
         bits = 8 * sum(map(storage_bytes, blocks)) / weights
         yield [name, side, f"{bits:.2f}", f"{cpu.bytes_of_step(model) / 2**20:.0f}"]

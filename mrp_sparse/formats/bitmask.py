@@ -83,6 +83,8 @@ def row_offsets(bits: Tensor) -> Tensor:
 
 def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
     """Return why these tensors cannot be the result of `pack`, `None` if they can."""
+    if bits.dtype != torch.uint8:
+        return f"expected uint8, got {bits.dtype}"
     marked = int(count_bits(bits).sum())
     if marked != values.numel():
         return f"{marked} weights are marked as kept, and there are {values.numel()} values"

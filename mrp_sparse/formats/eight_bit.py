@@ -6,6 +6,8 @@
 import torch
 from torch import Tensor
 
+from mrp_sparse.formats.packed_format import PackedFormat
+
 LARGEST = 127
 COLUMNS = 16
 """The number of columns is a multiple of this: otherwise torch's product reads past a row's end."""
@@ -60,3 +62,26 @@ def damage(codes: Tensor, scales: Tensor) -> str | None:
     if count := int((~((scales * LARGEST).isfinite() & (scales > 0))).sum()):
         return f"{count} scales are not positive and finite, or make weights that are not"
     return None
+
+
+def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    del count
+    return torch.empty(shape, dtype=torch.int8), torch.empty(shape[0], dtype=dtype)
+
+
+EIGHT_BIT = PackedFormat(
+    option="head",
+    suffix="",
+    quant_method="a head of 8 bits",
+    version=VERSION,
+    companions=("weight_scales",),
+    counted=False,
+    pack=pack,
+    unpack=lambda codes, scales, _: unpack(codes, scales),
+    empty=_empty,
+    damage=lambda codes, scales, _: damage(codes, scales),
+    why_not=lambda shape: why_not_rounded(shape[1]),
+    num_bytes=lambda shape, dtype, _: shape[0] * (shape[1] + dtype.itemsize),
+    operator="linear8",
+)
+"""The stored form of a head, with the functions of a packed format."""

@@ -134,6 +134,8 @@ def invalid_nibbles(meta: Tensor) -> int:
 
 
 def _damage(meta: Tensor) -> str | None:
+    if meta.dtype != torch.uint8:
+        return f"expected uint8, got {meta.dtype}"
     count = invalid_nibbles(meta)
     return f"{count} of {2 * meta.numel()} nibbles are of no 2:4 weight" if count else None
 

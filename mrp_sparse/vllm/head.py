@@ -2,43 +2,18 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from mrp_sparse.formats import eight_bit
-from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.vllm.linear import PackedMethod
-
-
-def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    del count
-    return torch.empty(shape, dtype=torch.int8), torch.empty(shape[0], dtype=dtype)
-
-
-EIGHT_BIT = PackedFormat(
-    option="head",
-    suffix="",
-    quant_method="a head of 8 bits",
-    version=eight_bit.VERSION,
-    companions=("weight_scales",),
-    counted=False,
-    pack=eight_bit.pack,
-    unpack=lambda codes, scales, _: eight_bit.unpack(codes, scales),
-    empty=_empty,
-    damage=lambda codes, scales, _: eight_bit.damage(codes, scales),
-    why_not=lambda shape: eight_bit.why_not_rounded(shape[1]),
-    num_bytes=lambda shape, dtype, _: shape[0] * (shape[1] + dtype.itemsize),
-    operator="linear8",
-)
-"""The stored form of a head, with the functions of a packed format: `PackedMethod` reads it."""
 
 
 class EightBitMethod(PackedMethod):
     """Method of a layer of 8 bits: multiply with it as a head, or look up embeddings in it."""
 
     def __init__(self) -> None:
-        super().__init__(EIGHT_BIT)
+        super().__init__(eight_bit.EIGHT_BIT)
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Return the embeddings (..., columns) of token ids (...)."""

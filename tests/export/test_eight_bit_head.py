@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from export.generate import main
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, PatternError
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 from mrp_sparse.formats import eight_bit
 
@@ -67,7 +67,7 @@ def test_numbers_may_lie_at_any_address(tokens):
     expected = layer(x)
     memory = torch.zeros(layer.weight.numel() + 64, dtype=torch.int8)
     odd = memory[-memory.data_ptr() % 16 + 8 :][: layer.weight.numel()].view(32, 64)
-    layer.weight = odd.copy_(layer.weight)
+    layer.weight = nn.Parameter(odd.copy_(layer.weight), requires_grad=False)
     assert layer.weight.data_ptr() % 16 == 8
     assert torch.equal(layer(x), expected)
 
@@ -158,5 +158,5 @@ def test_a_model_without_a_head_is_refused():
         odd = tiny(vocab_size=32)
         odd.model.layers[0].mlp.up_proj.weight = odd.lm_head.weight
         round_head(odd)
-    with pytest.raises(OptionError, match="a multiple of 16, got 72"):
+    with pytest.raises(PatternError, match="a multiple of 16, got 72"):
         EightBitLinear(72, 8)

@@ -143,8 +143,12 @@ def test_generation_takes_it_as_it_is(packed, capsys):
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        ("weight", lambda t: t.fill_(-128), r"lm_head.weight \(65536 numbers are below -127"),
-        ("weight", lambda t: t.short(), r"lm_head.weight \(expected int8"),
+        (
+            "weight",
+            lambda t: t.fill_(-128),
+            r"lm_head.weight_scales \(65536 numbers are below -127",
+        ),
+        ("weight", lambda t: t.short(), r"lm_head.weight_scales \(expected int8"),
         ("weight", lambda t: t[:-1].clone(), "lm_head.weight"),
         ("weight_scales", lambda t: t.fill_(float("nan")), "2048 scales are not positive"),
         ("weight_scales", lambda t: t.fill_(0), "2048 scales are not positive"),
