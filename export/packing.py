@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from export import torchao_tensors
-from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
+from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.claims import Claims
 from export.conversion.compressed import (
     check_compressed,
@@ -53,7 +53,6 @@ class PackingOptions:
         skip: Name patterns of layers that stay dense.
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         check_only: Whether to write nothing, and to compare an existing export again.
-        text: Files whose text the logits are compared on; by default the embedded text.
         device: The device for the comparison; by default CUDA if available.
     """
 
@@ -65,7 +64,6 @@ class PackingOptions:
     skip: Sequence[str] = ()
     allow_partial: bool = False
     check_only: bool = False
-    text: Sequence[str] = ()
     device: str | None = None
 
     def output(self, suffix: str) -> Path:
@@ -93,12 +91,11 @@ class PackingOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """One export: its source and options, the device of its comparison, and bars for its steps."""
+    """One export: its source and options, and the device of its comparison."""
 
     source: Checkpoint
     options: PackingOptions
     device: torch.device
-    track: Track
 
 
 R = TypeVar("R", bound=Report)
@@ -169,7 +166,6 @@ class Packed(Target[ExportReport]):
             skip=job.options.skip,
             allow_partial=job.options.allow_partial,
             refuse=why_not,
-            track=job.track,
         )
         # The head is written in 8 bits, hence is no packed layer, whatever else keeps it dense.
         layers = [replace(layer, reason=why_not(layer) or layer.reason) for layer in layers]
@@ -188,9 +184,7 @@ class Packed(Target[ExportReport]):
             directory,
             report.layers,
             head=report.head,
-            text=job.options.text,
             device=job.device,
-            track=job.track,
         )
         report.parity.require()
         if report.parity.text is None:
@@ -210,7 +204,7 @@ def _measure(job: Job, report: ExportReport, directory: Path) -> None:
     except torch.OutOfMemoryError:
         report.notes.append("speed not measured: the GPU cannot hold both models")
         return
-    report.speed = list(job.track(measure(dense, packed), None, "measuring speed"))
+    report.speed = list(tracked(measure(dense, packed), None, "measuring speed"))
 
 
 class Dense(Packed):
@@ -267,7 +261,6 @@ class CompressedTensors(Target[IntegerReport]):
         without_effect = {
             "--head-bits": options.head_bits == 8,
             "--allow-partial": options.allow_partial,
-            "--text": options.text,
             "--device": options.device is not None,
         }
         if named := [f"`{name}`" for name, is_given in without_effect.items() if is_given]:
@@ -278,7 +271,7 @@ class CompressedTensors(Target[IntegerReport]):
 
     def choose(self, job: Job) -> IntegerReport:
         """Find the codes of all pruned layers; see `choose_compressed`."""
-        chosen = choose_compressed(job.source, job.options.skip, job.track)
+        chosen = choose_compressed(job.source, job.options.skip)
         return IntegerReport(source=job.source, format=COMPRESSED, chosen=chosen)
 
     def write(self, job: Job, report: IntegerReport, directory: Path) -> Iterator[str]:
@@ -347,26 +340,25 @@ def convert(options: PackingOptions) -> Report:
         options.output(target.suffix or "")
     if device.index is not None:
         torch.cuda.set_device(device)  # the device on which `load` puts torchao's tensors
-    with bars() as track:
-        job = Job(open_checkpoint(options.checkpoint), options, device, track)
-        report = target.choose(job)
-        target = TARGETS[report.format]
-        out = options.output(target.suffix or "")
-        outcome = "Written to"
-        if not options.check_only:
-            # The comparison precedes the move into place: a wrong export is never at `out`.
-            with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-                written = target.write(job, report, staging)
-                for _ in track(written, len(report.packed), "writing layers"):
-                    pass
-                target.check(job, report, staging)
-                report.save(staging)
-        elif out.is_dir():
-            target.check(job, report, out)
-            outcome = "Checked:"
-        else:
-            report.notes.append(f"checked only: {out} does not exist, and nothing was written")
-            outcome = ""
+    job = Job(open_checkpoint(options.checkpoint), options, device)
+    report = target.choose(job)
+    target = TARGETS[report.format]
+    out = options.output(target.suffix or "")
+    outcome = "Written to"
+    if not options.check_only:
+        # The comparison precedes the move into place: a wrong export is never at `out`.
+        with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
+            written = target.write(job, report, staging)
+            for _ in tracked(written, len(report.packed), "writing layers"):
+                pass
+            target.check(job, report, staging)
+            report.save(staging)
+    elif out.is_dir():
+        target.check(job, report, out)
+        outcome = "Checked:"
+    else:
+        report.notes.append(f"checked only: {out} does not exist, and nothing was written")
+        outcome = ""
     report.print()
     sys.stdout.write(f"{outcome} {out}\n" if outcome else "")
     return report

@@ -79,8 +79,6 @@ def _parser() -> Any:
     option("--allow-partial", action="store_true", help=text)
     text = "write nothing: check the source, and compare it with --out if that exists"
     option("--check-only", action="store_true", help=text)
-    text = "text or .jsonl to compare logits on (default: the embedded text)"
-    option("--text", nargs="+", default=(), metavar="FILE", help=text)
     option("--device", help="where to compare (default: cuda if present)")
     return parser
 

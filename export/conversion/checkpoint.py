@@ -4,10 +4,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -38,26 +37,16 @@ from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.values import not_finite
 from mrp_lightning.terminal import Console
 
-Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
-"""Called with items, their number if known, and a description: iterates with a progress bar."""
+T = TypeVar("T")
 
 
-def silently(items: Iterable[Any], total: int | None, description: str) -> Iterable[Any]:
-    """Iterate without a bar."""
-    del total, description
-    return items
-
-
-@contextmanager
-def bars() -> Iterator[Track]:
-    """Show a progress bar on standard error for each iteration, if that is a terminal."""
+def tracked(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
+    """Iterate with a progress bar on standard error, if that is a terminal."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     off = not sys.stderr.isatty()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=off) as progress:
-        yield lambda items, total, description: progress.track(
-            items, total=total, description=description
-        )
+        yield from progress.track(items, total=total, description=description)
 
 
 def silence_transformers() -> None:
@@ -135,7 +124,7 @@ class Checkpoint:
             yield (stored, *name_in_model(stored), tensor)
 
     def finite_parameters(
-        self, model: PreTrainedModel, track: Track, description: str
+        self, model: PreTrainedModel, description: str
     ) -> Iterator[tuple[str, str, bool, Tensor]]:
         """Read as `parameters`, with a bar, and raise at the end if some are not finite.
 
@@ -144,7 +133,7 @@ class Checkpoint:
         """
         name_in_model = names_in_model(model, get_model_conversion_mapping(model))
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tensors = track(self.tensors(), self.num_tensors, description)
+        tensors = tracked(self.tensors(), self.num_tensors, description)
         for stored, tensor in require_finite(
             tensors, self.path, lambda stored: name_in_model(stored)[0] in known
         ):

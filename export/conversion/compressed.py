@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
+from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.claims import Claim, Claims
 from export.conversion.integers import NAME, TENSORS, Integers, read, scale_type, store
 from export.conversion.selection import LayerChoice
@@ -64,15 +64,12 @@ class Compressed:
         return _grid(self.integers.bits, self.integers.group_size, shape[1], scale_type(dtype))
 
 
-def choose_compressed(
-    checkpoint: Checkpoint, skip: Sequence[str] = (), track: Track = silently
-) -> Compressed:
+def choose_compressed(checkpoint: Checkpoint, skip: Sequence[str] = ()) -> Compressed:
     """Find codes of 4 bits, or else of 8 bits, for the layers that a report lists.
 
     Args:
         checkpoint: The directory of a pruning with `bits` or `grid`.
         skip: Name patterns of layers to leave dense.
-        track: Shows a bar.
 
     Raises:
         OptionError: The module is the user's own.
@@ -84,7 +81,7 @@ def choose_compressed(
     grid, claims = _claims_of(checkpoint)
     model = build_without_weights(checkpoint.pretrained_config())
     search = _Search.of(model, claims, skip, grid.group_size, checkpoint.grid_parameters())
-    for tensor in checkpoint.finite_parameters(model, track, "finding codes"):
+    for tensor in checkpoint.finite_parameters(model, "finding codes"):
         search.examine(*tensor)
     left = search.left
     if search.misfits:

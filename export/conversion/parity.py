@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
 
-from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
+from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import (
     TextParity,
@@ -93,23 +93,21 @@ def check_parity(
     layers: Sequence[LayerChoice],
     *,
     head: HeadChoice | None = None,
-    text: Sequence[str] = (),
     device: torch.device | str = "cpu",
-    track: Track = silently,
 ) -> Parity:
     """Compare an exported directory, as it is on disk, with its source, and return the results.
 
     A difference raises no error here; `Parity.require` does that. The first failing stage ends the
-    comparison, since later stages would fail, too. Logits are compared on the files of `text`, by
-    default on the embedded text. A `head` of 8 bits must equal the source's head, rounded; the
-    effect of the rounding is reported, and is no failure.
+    comparison, since later stages would fail, too. Logits are compared on the embedded text. A
+    `head` of 8 bits must equal the source's head, rounded; the effect of the rounding is reported,
+    and is no failure.
 
     Raises:
         DataError, FormatError, OptionError: See `text_windows` and `export.load`.
     """
     parity = Parity()
     # From cheap to expensive: stored bits, products of single layers, logits of whole models.
-    _compare_bits(source, directory, layers, head, parity, track)
+    _compare_bits(source, directory, layers, head, parity)
     if parity.failures:
         return parity
     model = load(directory) if source.config else None
@@ -117,7 +115,7 @@ def check_parity(
     names = {layer.name for layer in layers if layer.reason is None}
     packed = {n: m for n, m in modules.items() if n in names and isinstance(m, PackedLinear)}
     stored = packed.items() or _packed_in_files(directory, layers)
-    for name, layer in track(stored, len(packed) or None, "comparing products"):
+    for name, layer in tracked(stored, len(packed) or None, "comparing products"):
         weight = getattr(modules.get(name), "weight", None)
         if isinstance(weight, SparseSemiStructuredTensor):
             multiply = functools.partial(F.linear, weight=weight)
@@ -132,10 +130,8 @@ def check_parity(
         if not error.passes
     ]
     if not parity.failures and model is not None and predicts_tokens(model):
-        windows, origin = text_windows(source, model, text)
-        compare = functools.partial(
-            compare_text, windows=windows, origin=origin, device=device, track=track
-        )
+        windows, origin = text_windows(source, model)
+        compare = functools.partial(compare_text, windows=windows, origin=origin, device=device)
         dense = source.load()
         # The rounding of the head is intended: it must not hide other differences.
         if head is not None:
@@ -153,12 +149,11 @@ def _compare_bits(
     layers: Sequence[LayerChoice],
     head: HeadChoice | None,
     parity: Parity,
-    track: Track,
 ) -> None:
     """Compare every tensor of the source with that of the exported file of the same name."""
     choices = {layer.tensor: layer for layer in layers if layer.reason is None}
     exported = {file.name: file for file in open_checkpoint(directory).files}
-    for file in track(source.files, len(source.files), "comparing bits"):
+    for file in tracked(source.files, len(source.files), "comparing bits"):
         if file.name not in exported:
             parity.failures.append(f"{file.name}: the file is missing")
             continue

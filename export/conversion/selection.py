@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import (
     Checkpoint,
-    Track,
     require_finite,
-    silently,
+    tracked,
     weight_file,
 )
 from export.conversion.claims import Claim, Claims
@@ -231,7 +230,6 @@ def choose_layers(
     skip: Sequence[str] = (),
     allow_partial: bool = False,
     refuse: Callable[[LayerChoice], str | None] = lambda _: None,
-    track: Track = silently,
 ) -> list[LayerChoice]:
     """Return a choice for every linear layer, and check that the checkpoint is pruned as claimed.
 
@@ -248,7 +246,6 @@ def choose_layers(
         skip: Name patterns (see `matches`) of layers that stay dense.
         allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         refuse: Returns why the writer cannot store a layer, `None` if it can.
-        track: Shows a bar.
 
     Raises:
         PatternError: Layers violate the pattern or the report's claims without `allow_partial`, and
@@ -264,7 +261,7 @@ def choose_layers(
         form = BITMASK4
     # Codes of four bits are costly to look for, so the search has to know whether they are wanted.
     # The choice between 2:4 and bitmasks needs the counts of all layers, so it comes after.
-    search = _Search(checkpoint, claims.layers, skip, form is BITMASK4, track)
+    search = _Search(checkpoint, claims.layers, skip, form is BITMASK4)
     choices, expected = search.in_model() if checkpoint.config else search.in_report()
     form = form or _form_of(choices, expected, allow_partial)
     choices = [_judged(choice, form, choice.name in expected) for choice in choices]
@@ -294,14 +291,12 @@ class _Search:
         claims: The claims of its report by layer; `None` without a report.
         skip: Name patterns of layers that stay dense.
         finds_codes: Whether to look for codes of four bits.
-        track: Shows a bar.
     """
 
     checkpoint: Checkpoint
     claims: Mapping[str, Claim] | None
     skip: Sequence[str]
     finds_codes: bool
-    track: Track
 
     def in_model(self) -> tuple[list[LayerChoice], set[str]]:
         """Return the layers of a transformers model, and the names of those to be pruned."""
@@ -313,7 +308,7 @@ class _Search:
         reasons = dict(self._reasons(model, modules))
         choices, converted, stored_names = [], set(), []
         for stored, parameter, is_converted, tensor in checkpoint.finite_parameters(
-            model, self.track, _COUNTING
+            model, _COUNTING
         ):
             stored_names.append(stored)
             name, _, kind = parameter.rpartition(".")
@@ -346,7 +341,7 @@ class _Search:
             name: LayerChoice(name, "", shape, torch.float32, reason=_NOWHERE)
             for name, shape in sorted(shapes.items())
         }
-        tensors = self.track(self.checkpoint.tensors(), self.checkpoint.num_tensors, _COUNTING)
+        tensors = tracked(self.checkpoint.tensors(), self.checkpoint.num_tensors, _COUNTING)
         # The other tensors of a module have no known role.
         for stored, tensor in require_finite(
             tensors, self.checkpoint.path, lambda key: key.endswith((".weight", ".bias"))

@@ -1,9 +1,8 @@
 """Compare the logits of an export with those of its source on a text."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel
 
-from export.conversion.checkpoint import Checkpoint, Track, silently
+from export.conversion.checkpoint import Checkpoint, tracked
 from mrp_lightning.errors import DataError, first_line
 from mrp_lightning.models.checkpoint import longest_sequence
-from mrp_lightning.text.sources import StandardLibrary, TextFiles
+from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.text.windows import SEPARATOR, Cutter
 from mrp_sparse.formats.packed_format import different_bits
 
@@ -63,20 +62,15 @@ class TextParity:
     confident_agreement: float = 1.0
 
 
-def text_windows(
-    source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
-) -> tuple[Tensor, str]:
+def text_windows(source: Checkpoint, model: PreTrainedModel) -> tuple[Tensor, str]:
     """Return token ids (windows, length) and their origin; random tokens without a tokenizer.
 
     Raises:
-        DataError: A file or the tokenizer cannot be read, the text is too short, or `files` are
-            given without a tokenizer.
+        DataError: The tokenizer cannot be read.
     """
     length = min(_WINDOW, longest_sequence(model.config) or _WINDOW)
     count = math.ceil(MIN_TOKENS / (length - 1))
     if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
-        if files:
-            raise DataError(f"`--text` needs a tokenizer, and {source.path} has none.")
         vocabulary = model.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         windows = torch.randint(vocabulary, (count, length), generator=generator)
@@ -87,21 +81,13 @@ def text_windows(
         raise DataError(
             f"The tokenizer in {source.path} cannot be loaded: {first_line(error)}"
         ) from error
-    paths = [Path(file).expanduser() for file in files]
-    text = TextFiles(evaluation=paths) if paths else StandardLibrary()
+    text = StandardLibrary()
     documents, label = text.documents("test"), text.label("test")
     # The text is cut before it is tokenized, whose time grows with its length.
     beginning = SEPARATOR.join(documents)[: _CHARACTERS * count * length]
     cutter = Cutter(tokenizer, length, text.bos).within(documents, label)
     windows = cutter.consecutive(label, beginning, count).ids
-    if windows.shape != (count, length):
-        raise DataError(
-            f"`--text`: the parity gate needs {count} windows of {length} tokens, but the text "
-            f"gives {len(windows)}. Give more text, or none to take the embedded text."
-        )
-    return windows, ", ".join(
-        path.name for path in paths
-    ) or "Python's standard library (test split)"
+    return windows, "Python's standard library (test split)"
 
 
 def compare_text(
@@ -111,7 +97,6 @@ def compare_text(
     *,
     origin: str,
     device: torch.device | str = "cpu",
-    track: Track = silently,
 ) -> TextParity:
     """Compare logits on windows, with one model on the device at a time.
 
@@ -124,14 +109,13 @@ def compare_text(
         windows: Token ids (windows, length).
         origin: The description of the text, for `TextParity.text`.
         device: The device for both models.
-        track: Shows a bar.
     """
     # The source's logits wait on the CPU while the export has the device, so that only one of two
     # large models needs to fit it.
-    reference = list(_logits(source, windows, device, track, "logits of the source"))
+    reference = list(_logits(source, windows, device, "logits of the source"))
     nn.Module.to(source, "cpu")
     rows, max_difference, bit_equal = [], 0.0, True
-    logits = _logits(export, windows, device, track, "logits of the export")
+    logits = _logits(export, windows, device, "logits of the export")
     for window, expected, computed in zip(windows, reference, logits, strict=True):
         bit_equal &= not different_bits(computed, expected)
         p, q = expected.float(), computed.float()
@@ -171,13 +155,12 @@ def _logits(
     model: PreTrainedModel,
     windows: Tensor,
     device: torch.device | str,
-    track: Track,
     description: str,
 ) -> Iterator[Tensor]:
     """Yield the logits (length − 1, vocabulary) of each window, without those of the last token."""
     nn.Module.to(model, device).eval()  # PreTrainedModel.to has another signature
     with torch.inference_mode():
-        for window in track(windows, len(windows), description):
+        for window in tracked(windows, len(windows), description):
             output: Any = model(input_ids=window[None].to(device), use_cache=False)
             yield output.logits[0, :-1].cpu()
 
