@@ -266,6 +266,8 @@ class PackedLinear(nn.Module):
 class Sparse24Linear(PackedLinear):
     """y = x Wᵀ + b with W 2:4: two values and one nibble for every four weights.
 
+    `in_features` is a positive multiple of 8, and `count` is not needed.
+
     Attributes:
         weight: Stored values (out_features, in_features / 2); frozen.
         weight_meta: Columns of the values, uint8 (out_features, in_features / 8).
@@ -311,6 +313,8 @@ class Sparse24Linear(PackedLinear):
 class BitmaskLinear(PackedLinear):
     """y = x Wᵀ + b with W of any pattern of zeros: one bit a weight, and the non-zero values.
 
+    `count` is the number of non-zero values.
+
     Attributes:
         weight: Stored values (count,), row after row in the order of their columns; frozen.
         weight_bits: Their columns, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
@@ -332,7 +336,8 @@ class BitmaskLinear(PackedLinear):
 class Bitmask4Linear(PackedLinear):
     """y = x Wᵀ + b with W of four bits and any pattern of zeros: a bitmask, codes and scales.
 
-    Products are those of the values in the layer's dtype, unless `eight_bit_activations` is set.
+    `count` is the number of bytes of the codes. Products are those of the values in the layer's
+    dtype, unless `eight_bit_activations` is set.
 
     Attributes:
         weight: Codes, uint8 (count,), two in a byte, group after group of 64 columns; frozen.

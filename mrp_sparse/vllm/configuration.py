@@ -33,9 +33,9 @@ from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.settings import check_settings
 from mrp_sparse.formats.sparse24 import SPARSE24
-from mrp_sparse.vllm.head import EightBitMethod
 from mrp_sparse.vllm.linear import (
     EXPORT_AGAIN,
+    EightBitMethod,
     PackedMethod,
     PartlyPackedMethod,
     names_of,

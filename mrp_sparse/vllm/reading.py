@@ -16,8 +16,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from mrp_ground.errors import FormatError, first_line
 from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.vllm.configuration import CONFIGS, PackedConfig
-from mrp_sparse.vllm.head import EightBitMethod
-from mrp_sparse.vllm.linear import EXPORT_AGAIN, Arrivals, PackedMethod, mark
+from mrp_sparse.vllm.linear import EXPORT_AGAIN, Arrivals, EightBitMethod, PackedMethod, mark
 
 log = init_logger(f"vllm.{__name__}")
 
