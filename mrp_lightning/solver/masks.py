@@ -20,9 +20,9 @@ from torch import Tensor
 from mrp_lightning.errors import MethodError
 from mrp_lightning.solver.arithmetic import ELEMENTS, has_bfloat16_units, split_range
 from mrp_lightning.solver.conjugate_gradients import Product, full_product, rounded_product
+from mrp_lightning.solver.hessian import factor_of_inverse, inverse_from
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
 from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.triangular import factor_of_inverse, inverse_from
 
 Chooser = Callable[[Tensor, int], Tensor]
 """Called with the current weights (rows, width) of some columns and the first of these columns:

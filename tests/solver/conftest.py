@@ -7,6 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mrp_lightning.processes import ALONE
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.quantisation import on_grid
+
 
 def layer_problem(rows=24, columns=64, tokens=None, seed=0, dtype=torch.float32):
     """A weight and inputs with correlated features, a decaying spectrum and large channels."""
@@ -135,6 +141,38 @@ def sparsegpt(weight, matrix, block_size=128, mask="S", sparsity=None, pattern=N
     return x.masked_fill(pruned, 0), pruned
 
 
+def gptq(target, matrix, grid, scales, minima=None, kept=None):
+    """GPTQ as its paper has it: after each column the inverse of what is left is taken anew."""
+    x, found = target.clone(), torch.zeros_like(target)
+    codebook = torch.tensor(grid.codebook, dtype=target.dtype)
+    for j in range(target.shape[1]):
+        inverse, group = torch.linalg.inv(matrix[j:, j:]), j // grid.group_size
+        points = scales[:, group, None] * codebook
+        if minima is not None:
+            points = points - minima[:, group, None]
+        nearest = (points - x[:, j : j + 1]).abs().argmin(1, keepdim=True)
+        found[:, j] = points.gather(1, nearest)[:, 0] * (1 if kept is None else kept[:, j])
+        x[:, j:] -= ((x[:, j] - found[:, j]) / inverse[0, 0])[:, None] * inverse[0]
+    return found
+
+
+def on_grid_of(weight, hessian, grid, kept=None):
+    """The weight that `on_grid` gives, and its parameters; all is kept by default."""
+    kept = torch.ones_like(weight, dtype=torch.bool) if kept is None else kept
+    problem = Problem(
+        weight=weight,
+        result_dtype=weight.dtype,
+        inputs=InputHessian(hessian),
+        pattern=Dense(),
+        block_size=weight.shape[1],
+        damping=0.01,
+        progress=lambda _: None,
+        processes=ALONE,
+        rows=len(weight),
+    )
+    return on_grid(problem, weight * kept, ~kept, grid)
+
+
 @pytest.fixture(scope="session")
 def problem():
     return layer_problem
@@ -150,4 +188,6 @@ def truth():
         cheapest_combination=cheapest_combination,
         algorithm_1=algorithm_1,
         sparsegpt=sparsegpt,
+        gptq=gptq,
+        on_grid_of=on_grid_of,
     )

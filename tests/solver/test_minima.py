@@ -6,35 +6,12 @@ import pytest
 import torch
 
 from mrp_lightning import prune_weight
-from mrp_lightning.processes import ALONE
 from mrp_lightning.solver.grid import GRIDS, Grid, ScaleType
 from mrp_lightning.solver.hessian import InputHessian
-from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.quantisation import _Descent, on_grid
+from mrp_lightning.solver.quantisation import _Descent
 
 FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
 COARSE = Grid(2, 5, tuple(range(4)), FLOAT16, "coarse", minimum=True)
-
-
-def problem_of(weight, hessian):
-    return Problem(
-        weight=weight,
-        result_dtype=weight.dtype,
-        inputs=InputHessian(hessian),
-        pattern=Dense(),
-        block_size=weight.shape[1],
-        damping=0.01,
-        progress=lambda _: None,
-        processes=ALONE,
-        rows=len(weight),
-    )
-
-
-def quantise(weight, hessian, grid):
-    return on_grid(
-        problem_of(weight, hessian), weight, torch.zeros_like(weight, dtype=torch.bool), grid
-    )
 
 
 def best_of_all(row, matrix):
@@ -54,7 +31,7 @@ def test_it_is_near_the_best_of_all_codes_scales_and_minima(problem, truth):
     weight += 0.3
     hessian = truth.hessian_of(inputs)
     matrix = truth.damped(hessian)
-    quantised, _ = quantise(weight, hessian, COARSE)
+    quantised, _ = truth.on_grid_of(weight, hessian, COARSE)
     ours = torch.tensor(
         [truth.loss(quantised[i, None], weight[i, None], matrix) for i in range(60)]
     )
@@ -62,19 +39,6 @@ def test_it_is_near_the_best_of_all_codes_scales_and_minima(problem, truth):
     assert (ours >= best * (1 - 1e-3)).all()  # scales and minima are rounded to float16
     assert (ours / best).median() <= 1.05
     assert ours.sum() <= 1.7 * best.sum()
-
-
-def gptq(target, matrix, grid, scales, minima):
-    """GPTQ as it is written down: for each column the inverse of what is left is taken anew."""
-    x, result = target.clone(), torch.zeros_like(target)
-    codebook = torch.tensor(grid.codebook, dtype=target.dtype)
-    for j in range(target.shape[1]):
-        inverse, group = torch.linalg.inv(matrix[j:, j:]), j // grid.group_size
-        points = scales[:, group, None] * codebook - minima[:, group, None]
-        nearest = (points - x[:, j : j + 1]).abs().argmin(1, keepdim=True)
-        result[:, j] = points.gather(1, nearest)[:, 0]
-        x[:, j:] -= ((x[:, j] - result[:, j]) / inverse[0, 0])[:, None] * inverse[0]
-    return result
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q5_k"])
@@ -86,9 +50,9 @@ def test_starts_from_the_sweep_and_gets_no_worse(name, problem, truth):
         weight.T.contiguous(), torch.ones_like(weight.T), InputHessian(hessian).damped(0.01), grid
     )
     descent.sweep()
-    plain = gptq(weight, matrix, grid, descent.scales.T, descent.minima.T)
+    plain = truth.gptq(weight, matrix, grid, descent.scales.T, descent.minima.T)
     assert torch.allclose(descent.x.T, plain, rtol=0, atol=1e-9)
-    quantised, parameters = quantise(weight, hessian, grid)
+    quantised, parameters = truth.on_grid_of(weight, hessian, grid)
     assert grid.codes_of(quantised, parameters) is not None
     for row in range(9):
         swept, improved = (
@@ -103,7 +67,7 @@ def test_scales_and_minima_are_steps_of_two_units(name, problem, truth):
     grid, (weight, inputs) = GRIDS[name], problem(16, 512)
     weight[:4] += 0.5  # some minima would be negative
     weight[4, :256] = 0
-    _, parameters = quantise(weight, truth.hessian_of(inputs).float(), grid)
+    _, parameters = truth.on_grid_of(weight, truth.hessian_of(inputs).float(), grid)
     for numbers, lowest in ((parameters.scales, 1), (parameters.minima, 0)):
         units = grid.units(numbers)
         steps = numbers / units
@@ -119,7 +83,7 @@ def test_weights_on_one_side_of_zero_gain_most(problem, truth):
     hessian = truth.hessian_of(inputs).float()
 
     def lost(name, shift):
-        quantised, _ = quantise(weight + shift, hessian, GRIDS[name])
+        quantised, _ = truth.on_grid_of(weight + shift, hessian, GRIDS[name])
         return truth.loss(quantised, weight + shift, hessian)
 
     assert lost("q4_1", 0.5) < 1.1 * lost("q4_1", 0.0)

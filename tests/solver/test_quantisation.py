@@ -9,13 +9,10 @@ import torch
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
-from mrp_lightning.processes import ALONE
 from mrp_lightning.solver.grid import GRIDS, grid_of_bits
 from mrp_lightning.solver.grid_fit import decompose
 from mrp_lightning.solver.hessian import InputHessian
-from mrp_lightning.solver.patterns import Dense, Unstructured
-from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.quantisation import _FACTORS, _Descent, on_grid
+from mrp_lightning.solver.quantisation import _FACTORS, _Descent
 
 SETTINGS = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}, {}]
 
@@ -61,20 +58,6 @@ def test_near_to_brute_force_over_all_scales_and_codes(problem, truth):
     assert sum(ratios) / len(ratios) < 1.1
 
 
-def gptq(target, kept, matrix, grid, scales):
-    """GPTQ as its paper has it: after each column the inverse of what is left is taken anew."""
-    x, found = target.clone(), torch.zeros_like(target)
-    for j in range(target.shape[1]):
-        inverse = torch.linalg.inv(matrix[j:, j:])
-        scale = scales[:, j // grid.group_size]
-        points = scale[:, None] * torch.tensor(grid.codebook)
-        nearest = (points - x[:, j : j + 1]).abs().argmin(1, keepdim=True)
-        found[:, j] = points.gather(1, nearest)[:, 0] * kept[:, j]
-        error = (x[:, j] - found[:, j]) / inverse[0, 0]
-        x[:, j:] -= error[:, None] * inverse[0]
-    return found
-
-
 @pytest.mark.parametrize(("bits", "group_size"), [(3, 8), (4, 20), (4, 300), (8, 7)])
 @pytest.mark.parametrize("zero_has_a_code", [True, False])
 def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_size, zero_has_a_code):
@@ -92,24 +75,9 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
         grid,
     )
     descent.sweep()
-    plain = gptq(target, kept, truth.damped(hessian), grid, descent.scales.T)
+    plain = truth.gptq(target, truth.damped(hessian), grid, descent.scales.T, kept=kept)
     assert torch.allclose(descent.x.T, plain, rtol=0, atol=1e-9)
-    found, _ = on_grid(
-        Problem(
-            weight=weight,
-            result_dtype=weight.dtype,
-            inputs=inputs,
-            pattern=Dense() if zero_has_a_code else Unstructured(0.4),
-            block_size=150,
-            damping=0.01,
-            progress=lambda _: None,
-            processes=ALONE,
-            rows=9,
-        ),
-        target,
-        ~kept,
-        grid,
-    )
+    found, _ = truth.on_grid_of(weight, hessian, grid, kept)
     for row in range(9):
         before = truth.loss(plain[row : row + 1], target[row : row + 1], truth.damped(hessian))
         after = truth.loss(found[row : row + 1], target[row : row + 1], truth.damped(hessian))

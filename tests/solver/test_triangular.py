@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrp_lightning.solver.triangular import factor_of_inverse, inverse_from, make_symmetric
+from mrp_lightning.solver.hessian import factor_of_inverse, inverse_from, make_symmetric
 
 
 def positive_definite(columns: int, dtype: torch.dtype) -> torch.Tensor:
