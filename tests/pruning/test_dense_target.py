@@ -36,9 +36,7 @@ def test_full_reruns_give_the_same_weights(build, batches, monkeypatch):
     monkeypatch.setattr(
         sequential,
         "choose_walk",
-        lambda forward, given, blocks, store, processes, model: Rerun(
-            forward, given, blocks, store
-        ),
+        lambda forward, given, blocks, store, processes: Rerun(forward, given, blocks, store),
     )
     report = prune_model(theirs, batches, beyond=DENSE)
     assert report.config["walk"] == "rerun"
