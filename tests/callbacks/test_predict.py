@@ -201,15 +201,6 @@ def test_a_compiled_model_is_pruned(llama, loader, quiet, own, windows):
     assert_clean(model)
 
 
-def test_offload_gives_the_same_weights(llama, loader, quiet):
-    reference, model = llama(), llama()
-    Trainer(**quiet).predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
-    callback = MRPCallback(pattern="2:4", offload=True)
-    Trainer(precision="32-true", **quiet).predict(model, loader, callbacks=callback)
-    assert same_weights(reference, model)
-    assert_clean(model)
-
-
 def test_offload_with_another_precision(llama, loader, quiet):
     model = llama()
     callback = MRPCallback(pattern="2:4", offload=True)

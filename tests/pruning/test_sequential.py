@@ -10,19 +10,13 @@ from slow_pruning import (
     assert_same_weights,
     inputs_of,
     prune_model,
-    report_of,
     slow_prune,
 )
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
-from mrp_lightning.errors import HessianError, NumericalWarning
-from mrp_lightning.pruning.job import Job
-from mrp_lightning.pruning.sequential import prune_model as prune_job
-from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.targets.layers import is_conv1d
-from mrp_lightning.targets.plan import make_plan
 
 
 @pytest.mark.parametrize("family", BLOCKS)
@@ -99,15 +93,6 @@ def test_padding_changes_nothing(family, build, batches):
     assert_same_weights(ours, theirs)
 
 
-@torch.no_grad()
-def test_the_same_run_gives_the_same_bits(build, batches):
-    ours, theirs = build("llama"), build("llama")
-    prune_model(ours, batches)
-    prune_model(theirs, batches)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("family", ["llama", "t5"])
 @torch.no_grad()
 def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
@@ -122,7 +107,6 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in theirs.modules())
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("peaks", "known"), [([5, 7], 7), ([5, 5], None), ([None, None], None)])
 @torch.no_grad()
 def test_what_it_took_is_that_of_the_walk(build, batches, monkeypatch, peaks, known):
@@ -179,53 +163,6 @@ def test_a_layer_outside_the_blocks_sees_the_pruned_blocks(build, batches):
     expected = prune_weight(theirs.lm_head.weight, (2 * x.T @ x / len(x)).float(), pattern="2:4")
     assert torch.equal(model.lm_head.weight == 0, expected.pruned)
     assert (model.lm_head.weight - expected.weight).norm() <= 2e-3 * expected.weight.norm()
-
-
-@torch.no_grad()
-def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, monkeypatch):
-    from mrp_lightning.pruning import prune_layers
-
-    model, dense = build("llama"), build("llama")
-    original, calls = prune_layers.prune_together, []
-
-    def prune(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 10:
-            raise KeyboardInterrupt
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(prune_layers, "prune_together", prune)
-    recipe = Recipe.of(pattern="2:4", method="SM")
-    job = Job(
-        model=model,
-        forward=lambda batch: model(**batch),
-        batches=batches,
-        plan=make_plan(model, recipe.pattern),
-        settings=Settings(pattern="2:4", method="SM"),
-    )
-    with pytest.raises(KeyboardInterrupt):
-        prune_job(job)
-    *blocks, unfinished = job.listener.results
-    assert [len(block.layers) for block in blocks] == [0, 7]  # the first: what the plan left dense
-    assert unfinished.name == "model.layers.1"
-    done = {row.name for row in report_of(job).layers}
-    assert len(done) == 9
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            if name in done:
-                assert recipe.pattern.holds(module.weight == 0)
-            else:
-                assert torch.equal(module.weight, dense.get_submodule(name).weight)
-    assert all("forward" not in module.__dict__ for module in model.modules())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-@torch.no_grad()
-def test_activations_that_are_not_finite_name_the_layer(build, batches):
-    model = build("llama")
-    model.model.layers[1].input_layernorm.weight[3] = 1e38  # beyond float32 in what comes after
-    with pytest.raises(HessianError, match=r"layers\.1\.self_attn\.q_proj"):
-        prune_model(model, batches)
 
 
 @torch.no_grad()

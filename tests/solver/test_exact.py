@@ -140,19 +140,6 @@ def test_removing_one_weight_follows_the_single_removal_formula(problem, truth):
     assert damped_loss == pytest.approx(float(weight[0, j] ** 2 / inverse[j, j] / 2), rel=1e-6)
 
 
-@pytest.mark.parametrize("mask", ["magnitude", "wanda"])
-def test_no_other_compensation_of_the_same_weights_is_better(problem, truth, mask):
-    weight, inputs = problem()
-    hessian = truth.hessian_of(inputs).float()
-    matrix = truth.damped(hessian)
-    losses = {}
-    for compensation in ("none", "S", "M"):
-        solution = prune_weight(weight, hessian, pattern="2:4", method=f"{mask}+{compensation}")
-        losses[compensation] = truth.loss(solution.weight, weight, matrix)
-    assert losses["M"] <= losses["S"] * (1 + 1e-6)
-    assert losses["S"] < losses["none"]
-
-
 def test_an_ill_conditioned_hessian_is_refined_in_float64(problem, truth):
     weight, inputs = problem(rows=12, columns=64)
     inputs = inputs.double() * torch.logspace(0, -3, 64, dtype=torch.float64)
