@@ -32,7 +32,7 @@ def perplexity(value: float) -> str:
 @_of_finite
 def relative_loss(value: float) -> str:
     """Format a fraction with four decimals, or with three digits if it is below 0.001."""
-    return f"{value:.4f}" if value == 0 or value >= 0.001 else _scientific(value, 2)
+    return f"{value:.4f}" if value == 0 or value >= 0.001 else f"{value:.2e}".replace("e-", "e−")
 
 
 @_of_finite
@@ -72,11 +72,6 @@ def memory(value: float) -> str:
         if value >= size:
             return f"{value / size:,.2f} {unit}"
     return f"{value:,.0f} B"
-
-
-def _scientific(value: float, decimals: int = 1) -> str:
-    """Format a number with an exponent and a non-breaking minus sign."""
-    return f"{value:.{decimals}e}".replace("e-", "e−")
 
 
 def signed(value: float, write: Callable[[float], str]) -> str:

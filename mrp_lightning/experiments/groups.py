@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ _BASE_MODEL = "base_model"
 
 _NO_LABEL = ("method", "pattern", "sparsity", "bits", "walk")
 """Keys of a report's configuration that the setting includes, or that a run adds by itself."""
-
-_ROUNDING = 2e-3
-"""The largest relative difference of one model's perplexities between threads, kernels, devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +71,7 @@ class ModelRuns:
     @cached_property
     def originals(self) -> list[RunGroup]:
         """The groups without copies of a run in another format."""
-        seen: set[str] = set()
-        copies = set()
-        # A copy has the report of its original. Originals come first, so that the copies are the
-        # ones that are left out.
-        for group in sorted(self.groups, key=lambda g: g.runs[0].exported is not None):
-            reports = {json.dumps(run.report.to_dict()) for run in group.runs if run.report}
-            if reports and reports <= seen:
-                copies.add(group)
-            seen |= reports
-        return [group for group in self.groups if group not in copies]
+        return [group for group in self.groups if not group.runs[0].exported] or [*self.groups]
 
     @cached_property
     def rows(self) -> list[RunGroup]:
@@ -203,10 +190,10 @@ def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
 
 
 def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
-    """Return whether texts and tasks of one name have one content and the same dense perplexity.
+    """Return whether texts and tasks of one name have one content, as far as it is known.
 
-    Two finetunings of one model have equal shapes, and two files called test.txt one name. Other
-    numbers of windows or samples are a note of the page: one may be the start of the other's text.
+    Two files may be called test.txt. Texts of other numbers of windows or samples are comparable:
+    one may be the start of the other, and tables name the numbers.
     """
     first, second = run.evaluation, other.evaluation
     kinds = [
@@ -215,13 +202,9 @@ def _same_texts(run: RunDirectory, other: RunDirectory) -> bool:
     ]
     for scores, others, sizes in kinds:
         for name in scores.keys() & others.keys():
-            pair = scores[name], others[name]
-            if any(pair[0].get(size) != pair[1].get(size) for size in sizes):
-                continue
-            if len({of["checksum"] for of in pair if of.get("checksum") is not None}) > 1:
-                return False
-            dense = [each.dense.get(name, {}).get("perplexity") for each in (first, second)]
-            if dense[0] and dense[1] and not isclose(dense[0], dense[1], rel_tol=_ROUNDING):
+            one, two = scores[name], others[name]
+            is_comparable = all(one.get(size) == two.get(size) for size in sizes)
+            if is_comparable and len({one.get("checksum"), two.get("checksum")} - {None}) > 1:
                 return False
     return True
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.runs import RunDirectory
-from mrp_lightning.experiments.scores import named
 from mrp_lightning.records.rows import LayerReport
 
 
@@ -24,7 +23,7 @@ def notes(model: ModelRuns) -> list[Note]:
         for text in (*_run_notes(run), *_layer_notes(run)):
             runs.setdefault(text, []).append(run.name)
     doubts = [Note(doubt) for doubt in model.doubts]
-    return [*doubts, *_text_notes(model), *(Note(text, names) for text, names in runs.items())]
+    return [*doubts, *(Note(text, names) for text, names in runs.items())]
 
 
 def _run_notes(run: RunDirectory) -> Iterator[str]:
@@ -77,20 +76,3 @@ def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> I
         worst = max(badness, key=lambda layer: badness[layer])
         number = "1 layer" if len(badness) == 1 else f"{len(badness)} layers"
         yield f"{number} {problem}: {worst.name} {amount.format(worst).replace('e-', 'e−')}"
-
-
-def _text_notes(model: ModelRuns) -> Iterator[Note]:
-    """Yield a note for each text whose perplexities were measured on different windows."""
-    names = ("context", "windows", "tokens")
-    runs: dict[str, dict[str, list[str]]] = {}
-    for run in model.runs:
-        for text, scores in run.evaluation.perplexity.items():
-            # Perplexities are comparable only on the same windows: a longer context lowers them.
-            sizes = ", ".join(f"{name} {scores.get(name)}" for name in names)
-            runs.setdefault(text, {}).setdefault(sizes, []).append(run.name)
-    for text, by_sizes in runs.items():
-        if len(by_sizes) > 1:
-            parts = "; ".join(f"{sizes} in {', '.join(of)}" for sizes, of in by_sizes.items())
-            yield Note(
-                f"Perplexity on {named(text)} was not measured on the same windows: {parts}."
-            )

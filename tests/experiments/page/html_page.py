@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
-from matplotlib.colors import to_hex, to_rgb
-
 VOID = {"meta", "link", "wbr", "br", "img", "source"}
 LINKS = ("src", "href", "srcset", "poster", "action", "xlink:href")
 
@@ -101,10 +98,3 @@ class HtmlPage(HTMLParser):
     def table(self, caption: str) -> Table:
         (found,) = (table for table in self.tables if table.caption.startswith(caption))
         return found
-
-
-def turned_round(color: str) -> str:
-    """What the filter `invert(1) hue-rotate(180deg)` makes of a colour."""
-    inverted = 1 - np.array(to_rgb(color))
-    turn = [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
-    return to_hex(np.clip(turn @ inverted, 0, 1))
