@@ -43,20 +43,7 @@ def listing_of(options: Namespace) -> dict[str, Any]:
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
-    # Imported late, since a wrong pattern need not wait for transformers.
-    from mrp_lightning.models.checkpoint import build_without_weights, stored_names
-    from mrp_lightning.models.gguf import located
-    from mrp_lightning.models.integrity import larger
-    from mrp_lightning.models.loading import load_config
-
-    trust = options.trust_remote_code
-    source = located(options.model, options.gguf_file, options.revision)
-    config = load_config(source, revision=options.revision, trust_remote_code=trust)
-    model = build_without_weights(config, trust_remote_code=trust)
-    # The listing follows the configuration: if the files hold more blocks than it makes, the
-    # listing would be short without a sign of it.
-    if problem := larger(options.model, model, stored_names(Path(source).expanduser())):
-        raise TargetError(f"`model`: {problem}")
+    model = _built(options)
     choice_names = ("targets", "ignore", "blocks", "skip_indivisible")
     choices = {name: getattr(options, name) for name in choice_names}
     plan = make_plan(model, pattern or Unstructured(0.5), allow_meta=True, **choices)
@@ -76,13 +63,36 @@ def listing_of(options: Namespace) -> dict[str, Any]:
         "model": options.model,
         "model_class": type(model).__name__,
         "pattern": None if pattern is None else str(pattern),
-        "quantization": _quantization(config),
+        "quantization": _quantization(getattr(model, "config", None)),
         "blocks": [{"name": b.name, "class": type(b.module).__name__} for b in plan.blocks],
         "layers": layers,
         "skipped": list(_left_out(model, plan)),
         "totals": _totals(model, [layer["parameters"] for layer in layers], pattern),
         "format_version": FORMAT_VERSION,
     }
+
+
+def _built(options: Namespace) -> nn.Module:
+    """Return the model of a command line, without weights.
+
+    Raises:
+        TargetError: The files hold more blocks than the configuration makes.
+    """
+    # Imported late, since a wrong pattern need not wait for transformers.
+    from mrp_lightning.models.checkpoint import build_without_weights, stored_names
+    from mrp_lightning.models.gguf import located
+    from mrp_lightning.models.integrity import larger
+    from mrp_lightning.models.loading import load_config
+
+    trust = options.trust_remote_code
+    source = located(options.model, options.gguf_file, options.revision)
+    config = load_config(source, revision=options.revision, trust_remote_code=trust)
+    model = build_without_weights(config, trust_remote_code=trust)
+    # The listing follows the configuration: if the files hold more blocks than it makes, the
+    # listing would be short without a sign of it.
+    if problem := larger(options.model, model, stored_names(Path(source).expanduser())):
+        raise TargetError(f"`model`: {problem}")
+    return model
 
 
 def _totals(model: nn.Module, pruned: Sequence[int], pattern: Pattern | None) -> dict[str, Any]:

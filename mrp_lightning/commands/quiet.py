@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from mrp_lightning.environment import progress_log
 
@@ -36,26 +37,17 @@ def without_noise() -> Iterator[None]:
     with ExitStack() as stack:
         for name, parts in _NOISE.items():
             logger = logging.getLogger(name)
-            silence = _Silence(parts)
-            logger.addFilter(silence)
-            stack.callback(logger.removeFilter, silence)
+            shown = partial(_is_shown, parts)
+            logger.addFilter(shown)
+            stack.callback(logger.removeFilter, shown)
         stack.enter_context(warnings.catch_warnings())
         for message in _WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         yield
 
 
-class _Silence(logging.Filter):
-    """Rejects records whose message has one of several parts."""
-
-    def __init__(self, parts: tuple[str, ...]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown."""
-        message = record.getMessage()
-        return not any(part in message for part in self._parts)
+def _is_shown(parts: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in parts)
 
 
 @contextmanager

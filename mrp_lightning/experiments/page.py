@@ -83,8 +83,9 @@ def make_page(
         title: The title; by default it names the model, the sparsities and the methods.
         command: The command that makes the page again, which the page shows.
     """
-    sections: list[dict[str, Any]] = []
-    for number, model in enumerate(find_models(runs), start=1):
+    models, sections = find_models(runs), list[dict[str, Any]]()
+    several = f"{name}: {len(models)} models"
+    for number, model in enumerate(models, start=1):
         frame = ScoreFrame(model)
         sections.append(
             {
@@ -96,9 +97,6 @@ def make_page(
                 "parts": _parts_of(frame),
             }
         )
-    default_title = sections[0]["title"]
-    if len(sections) > 1:
-        default_title = f"{name}: {len(sections)} models"
     # Undefined names raise and values are escaped: names of layers and paths are the user's, and a
     # page may be published.
     environment = Environment(
@@ -107,7 +105,7 @@ def make_page(
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.filters["breakable"] = lambda name: Markup(".<wbr>").join(name.split("."))
     return environment.get_template("page.html").render(
-        title=title or default_title,
+        title=title or (sections[0]["title"] if len(sections) == 1 else several),
         sections=sections,
         version=__version__,
         command=command,

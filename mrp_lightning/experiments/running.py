@@ -124,7 +124,14 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
             f"{', '.join(without)}. Delete these runs to repeat them.",
             soft_wrap=True,
         )
-    failed: dict[Trial, str] = {}
+    return _make_all(waiting, sweep, tasks, console)
+
+
+def _make_all(
+    waiting: Sequence[Trial], sweep: Sweep, tasks: Tasks | None, console: Console
+) -> dict[Trial, str]:
+    """Execute runs, print their scores, and return the failed ones with the reasons."""
+    failed = {}
     for number, trial in enumerate(waiting, start=1):
         position = f"[{number}/{len(waiting)}]"
         console.print(f"{position} {trial.directory} …", soft_wrap=True)

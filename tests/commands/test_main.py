@@ -147,8 +147,6 @@ def test_text_of_a_later_file_wins(tiny_llama, text, tmp_path, capsys):
     ("options", "message"),
     [
         (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.sparsity=0.5"], "sparsity"),
-        (["--trainer.callbacks.pattern=5:4"], "pattern"),
-        (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.method=sm"], "sparsegpt"),
         (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.targets=[q_porj]"], "q_proj"),
         (["--trainer.callbacks.pattern=2:4", "--model.model=./absent"], "no directory ./absent"),
         (["--trainer.callbacks.pattern=2:4", "--data.sequence_length=4096"], "positions"),

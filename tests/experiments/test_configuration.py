@@ -60,11 +60,6 @@ def test_an_option_that_the_earlier_run_lacks_is_a_difference(command, option, g
     assert message.format(CALLBACK) in now.difference(stored(now, f"{CALLBACK}.{option}"))
 
 
-def test_what_has_no_default_is_a_difference(command):
-    found = command().difference(stored(command(), "model.model"))
-    assert found == '`model.model` was null, is "somewhere"'
-
-
 def test_a_value_of_none_is_kept_and_is_no_default(command):
     assert command().described()[f"{CALLBACK}.pattern"] is None
     whole = command(tuning={"epochs": 3}, ignore="mlp")

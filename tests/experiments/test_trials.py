@@ -70,17 +70,6 @@ def test_bits_of_a_setting_are_checked():
         sweep(runs={"50%+5bit": ["SM"]})
 
 
-def test_options_varied_one_at_a_time():
-    vary = {"data.num_samples": [8, 16], "trainer.callbacks.init_args.damping": [0.1]}
-    trials = [trial for trial in sweep(vary=vary, seeds=[0]).trials if trial.model == "b"]
-    assert [trial.changed for trial in trials if trial.method == "SM"] == [
-        ChangedOption("data.num_samples", 8),
-        ChangedOption("data.num_samples", 16),
-        ChangedOption("trainer.callbacks.init_args.damping", 0.1),
-    ]
-    assert trials[-1].options()["trainer.callbacks.init_args.damping"] == 0.1
-
-
 def test_each_trial_has_a_directory_of_its_own():
     vary = {"data.num_samples": [8, 16]}
     trials = sweep(runs={"2:4": ["SM", "wanda"], "50%": ["SM"]}, vary=vary).trials
@@ -198,6 +187,9 @@ def test_every_mistake_in_recipes_is_listed():
         ({"models": {"a": ModelTrials({}, [0])}}, OptionError, "at '2:4', but `block_size` must"),
         ({"models": {"a": ModelTrials({}, [30])}}, PatternError, "multiple of 4 .* Use .* 128"),
         ({"models": {"a": ModelTrials({}, [])}}, OptionError, "`models.a.block_sizes` is empty"),
+        ({"models": {}}, OptionError, "`models` is empty"),
+        ({"runs": {}}, OptionError, "`runs` is empty"),
+        ({"runs": {"2:4": []}}, OptionError, "`runs` is empty"),
     ],
 )
 def test_mistakes(changes, error, message):
@@ -243,19 +235,6 @@ def test_a_plain_value_is_the_name_of_its_directory():
 def test_options_that_end_alike_are_not_mixed():
     with pytest.raises(OptionError, match="end alike.*seed=1"):
         sweep(vary={"data.seed": [1], "model.seed": [1]})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"models": {}}, "`models` is empty"),
-        ({"runs": {}}, "`runs` is empty"),
-        ({"runs": {"2:4": []}}, "`runs` is empty"),
-    ],
-)
-def test_a_sweep_of_nothing_is_refused(change, message):
-    with pytest.raises(OptionError, match=message):
-        sweep(**change)
 
 
 def test_a_run_of_the_head_alone_removes_nothing():
