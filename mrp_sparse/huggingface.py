@@ -8,7 +8,7 @@ may still be loading: it may import only modules of transformers that are loaded
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -97,7 +97,7 @@ class PackedQuantizer(HfQuantizer):
     ) -> "PreTrainedModel":
         # Problems are collected, so that one error names every damaged layer.
         damaged = []
-        for name, layer in (*self._head(model).items(), *self._layers(model)):
+        for name, layer in self._layers(model).items():
             # A tensor that no file held is uninitialised memory, which may look valid.
             if missing := _missing(layer, ("weight", *layer.FORMAT.companions, "bias")):
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
@@ -115,25 +115,19 @@ class PackedQuantizer(HfQuantizer):
             )
         return expand_bitmasks(model)
 
-    def _head(self, model: nn.Module) -> dict[str, EightBitLinear]:
-        """Return the head of 8 bits by its name, if there is one."""
-        name = (self.quantization_config.head or {}).get("module")
-        layer = model.get_submodule(name) if name else None
-        return {str(name): layer} if isinstance(layer, EightBitLinear) else {}
-
-    def _layers(self, model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-        for name in self.quantization_config.counts:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, PackedLinear)
-            yield name, layer
+    def _layers(self, model: nn.Module) -> dict[str, PackedLinear]:
+        """Return the packed layers by name, a head of 8 bits among them."""
+        head = self.quantization_config.head
+        names = [*self.quantization_config.counts, *([] if head is None else [head["module"]])]
+        layers = {name: model.get_submodule(name) for name in names}
+        return {name: layer for name, layer in layers.items() if isinstance(layer, PackedLinear)}
 
     def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None) -> Any:
         """Replace the packed layers, and the head, in place by the dense layers of the class."""
         # `dtype` may be a name, as in a saved configuration.
         kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        layers, head = dict(self._layers(model)), self._head(model)
-        states = [layer.state_dict() for layer in (*layers.values(), *head.values())]
-        if any(tensor.is_meta for tensors in states for tensor in tensors.values()):
+        layers = self._layers(model)
+        if any(t.is_meta for layer in layers.values() for t in layer.state_dict().values()):
             raise OptionError(
                 "Weights that are offloaded cannot be made dense: load the model without disk "
                 "offload (`device_map`, `offload_folder`), then dequantize it."
@@ -142,10 +136,11 @@ class PackedQuantizer(HfQuantizer):
         # meta device a second model takes no memory.
         with torch.device("meta"):
             original = type(model)(model.config)
-        if head:
-            Head.of(original).put_dense(model, original, kind)
         for name, packed in layers.items():
-            model.set_submodule(name, packed.give(original.get_submodule(name), kind))
+            if isinstance(packed, EightBitLinear):
+                Head.of(original).put_dense(model, original, kind)
+            else:
+                model.set_submodule(name, packed.give(original.get_submodule(name), kind))
         return model
 
     def get_state_dict_and_metadata(
