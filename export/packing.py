@@ -295,9 +295,13 @@ TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
 
 
 def engine_grid(checkpoint: str) -> Grid | None:
-    """Return the grid of an engine on which a run put its weights, `None` if it is on none."""
+    """Return the grid of an engine on which a run put its weights or its head alone, or `None`."""
     run = Path(checkpoint).expanduser()
-    grid = Claims.read(run).grid if (run / "config.json").is_file() else None
+    if not (run / "config.json").is_file():
+        return None
+    claims = Claims.read(run)
+    of_head = claims.grids[0] if claims.grids and not claims.layers else None
+    grid = claims.grid or of_head
     return grid if grid is not None and grid.engine is not None else None
 
 
@@ -309,7 +313,7 @@ def _default_target(options: PackingOptions) -> Target:
     """
     grid = engine_grid(options.checkpoint)
     if grid is None:
-        return Packed(None)
+        return TARGETS["compressed-tensors"] if _is_of_bytes(options) else Packed(None)
     if grid.engine == "vLLM":
         return TARGETS["compressed-tensors"]
     raise OptionError(
@@ -317,6 +321,15 @@ def _default_target(options: PackingOptions) -> Target:
         "writes, and so does `export` with no option but `--out` and `--overwrite`. A `--format` "
         "stores the weights in 16 bits or more."
     )
+
+
+def _is_of_bytes(options: PackingOptions) -> bool:
+    """Return whether a run put its weights on 8 bits and removed none, so that none is packed."""
+    run = Path(options.checkpoint).expanduser()
+    claims = Claims.read(run) if (run / "config.json").is_file() else Claims()
+    if claims.grid is None or claims.grid.bits != 8 or claims.structure:
+        return False
+    return not any(claim.sparsity or claim.pattern for claim in (claims.layers or {}).values())
 
 
 def convert(options: PackingOptions) -> Report:

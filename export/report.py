@@ -242,25 +242,24 @@ def _sizes(report: ExportReport) -> Table:
 
 
 def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
-    yield "tensors with equal bits", f"{parity.tensors} of {parity.tensors}"
+    yield "tensors that unpack to the same bits", f"{parity.tensors} of {parity.tensors}"
     if parity.operators:
         worst = max(parity.operators, key=lambda row: row.packed)
         errors = f"{worst.packed:.1e} (dense product {worst.dense:.1e})"
         yield "largest relative error of a layer", errors
-    agrees = "likeliest next token agrees"
     if (text := parity.text) is not None:
         yield "compared on", f"{counted(text.tokens, 'token')}: {text.text}"
         equal = "equal" if text.bit_equal else f"largest difference {text.max_difference:.3g}"
         yield "logits", equal
-        yield agrees, f"{text.top1_agreement:.2%}"
+        yield "likeliest next token equal", f"{text.top1_agreement:.2%} of all tokens"
         if not text.bit_equal:
-            tokens = f"of the {text.confident_tokens} tokens whose margin exceeds rounding"
-            yield agrees, f"{text.confident_agreement:.2%} {tokens}"
+            tokens = f"of the {text.confident_tokens} tokens with a margin above rounding"
+            yield "… where it is clear", f"{text.confident_agreement:.2%} {tokens}"
         yield "perplexity", f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
     if (head := parity.head) is not None:
         change = f"{head.perplexity_before:.4f} → {head.perplexity_after:.4f}"
         yield "before that, 8 bits for the head: perplexity", change
-        yield agrees, f"{head.top1_agreement:.2%}"
+        yield "… likeliest next token equal", f"{head.top1_agreement:.2%} of all tokens"
 
 
 _TITLES = {

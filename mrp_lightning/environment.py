@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -20,6 +20,23 @@ __version__ = "0.1.0"
 progress_log = logging.getLogger("lightning.pytorch.progress")
 """Logger of progress messages; a child of Lightning's logger, so that they reach the terminal."""
 
+
+@contextmanager
+def silenced(logger: str, parts: Sequence[str]) -> Iterator[None]:
+    """Drop the messages of a logger that hold one of several parts, in this context."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not any(part in record.getMessage() for part in parts)
+
+    logging.getLogger(logger).addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(is_shown)
+
+
+ABSENT_DEVICES = ("GPU available: False", "TPU available: False", "HPU available: False")
+"""Parts of Lightning's messages on accelerators that this machine lacks."""
 
 _HUB_SECONDS = 3
 """Seconds that the hub has to answer."""

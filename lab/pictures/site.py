@@ -1,4 +1,4 @@
-"""The pictures of README.md, docs/quality.md and docs/engines.md, from the tables of lab/results.
+"""The pictures of README.md and docs, from the tables of lab/results.
 
     python lab/pictures/site.py
 
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from tables import ROOT, on_paper, table_with
+from tables import ROOT, on_paper, table_with, tables_of
 
 from mrp_lightning.experiments.pictures import INK, MUTED, RULE, Picture, picture
 
@@ -70,13 +70,32 @@ TYPES = {
     "Q4_K_M": "Q4_K_M",
 }
 """The types by their names in the tables, from the top, and their labels."""
+ON_DISK = {
+    "ours": ("mrp-lightning", ("#0a6d74", "o")),
+    "llama.cpp": ("llama.cpp", ("#2d6db3", "^")),
+}
+"""The names of those who make the files, with colour and marker."""
+FILES = {
+    ("ours", "Q3_K and IQ4_NL, dense target"): ("Q3_K, IQ4_NL", 0, -11, "center"),
+    ("ours", "IQ4_NL, dense target, head IQ4_NL"): ("IQ4_NL, head too", -7, -5, "right"),
+    ("ours", "IQ4_NL, dense target"): ("IQ4_NL", 0, -11, "right"),
+    ("ours", "Q4_0, dense target"): ("Q4_0", -8, 3, "right"),
+    ("ours", "Q5_0"): ("Q5_0", -8, -2, "right"),
+    ("llama.cpp", "Q3_K_S imatrix"): ("Q3_K_S", 9, 0, "left"),
+    ("llama.cpp", "Q3_K_M imatrix"): ("Q3_K_M", 9, 0, "left"),
+    ("llama.cpp", "Q4_0"): ("Q4_0, no matrix", 9, 3, "left"),
+    ("llama.cpp", "Q4_0 imatrix"): ("Q4_0", 9, 0, "left"),
+    ("llama.cpp", "Q4_K_M imatrix"): ("Q4_K_M", 9, 2, "left"),
+    ("llama.cpp", "Q5_0 imatrix"): ("Q5_0", 9, 2, "left"),
+}
+"""The files of the embedded LLaMA that are drawn; label, its offset in points and alignment."""
 _BITS = {"int4-g32": 4.5, "int4-g64": 4.25}
 
 
 def main() -> None:
     """Draw the pictures."""
     OUT.mkdir(exist_ok=True)
-    for draw in (formats, quality, engines):
+    for draw in (formats, quality, engines, files):
         (OUT / f"{draw.__name__}.svg").write_text(on_paper(draw()), encoding="utf-8")
 
 
@@ -122,6 +141,36 @@ def _family(name: str) -> str:
     if name.startswith(("llama.cpp", "PyTorch")):
         return "llama.cpp" if name.startswith("llama.cpp") else name
     return f"mrp-lightning, {'4' if name.endswith('4 bits') else '16'} bits"
+
+
+def files() -> Picture:
+    """Return perplexity over the bytes of GGUF files of a model that was never rounded before."""
+    table = next(t for t in tables_of("engine-types") if "Q2_K imatrix" in set(t["type"]))
+    (dense,) = table[table["by"] == "dense"]["perplexity"].astype(float)
+    sizes = {(row["by"], row["type"]): row for _, row in table.iterrows()}
+    points = {key: [float(sizes[key][of]) for of in ("file, MiB", "perplexity")] for key in FILES}
+
+    def draw() -> Figure:
+        figure, axes = _new((6.8, 3.6))
+        for by, (name, (color, marker)) in ON_DISK.items():
+            drawn = [point for (of, _), point in points.items() if of == by]
+            axes.plot(*zip(*drawn, strict=True), marker, color=color, label=name)
+        for key, point in points.items():
+            label, *offset = FILES[key]
+            _write(axes, label, (point[0], point[1]), *offset, size=8)
+        axes.axhline(dense, color=RULE, linewidth=1)
+        _write(axes, f"dense {dense:.3f}", (1.74, dense), 0, 7, "left", size=8)
+        axes.set(xlim=(1.72, 2.65), ylim=(7.80, 8.0), xlabel="file, MiB")
+        axes.set(ylabel="perplexity (lower is better)")
+        _ticks(axes.yaxis, [7.8, 7.85, 7.9, 7.95, 8.0])
+        _legend(axes, "upper right")
+        return figure
+
+    words = "; ".join(
+        f"{of} by {ON_DISK[by][0]}: {size:.1f} MiB, {value:.3f}"
+        for (by, of), (size, value) in points.items()
+    )
+    return picture("Perplexity over the bytes of files.", words, draw)
 
 
 def quality() -> Picture:

@@ -257,7 +257,10 @@ def _next_steps(
         else:
             runnable = result
     if not conversions:
-        lines.append(f"  mrp-lightning {_conversion_for(settings)} {directory}")
+        command = _conversion_for(settings)
+        # llama.cpp's files are made of models that predict tokens.
+        if is_causal or command != "gguf":
+            lines.append(f"  mrp-lightning {command} {directory}")
     if is_causal:
         lines += [
             f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',

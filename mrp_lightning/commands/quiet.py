@@ -4,9 +4,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
-from mrp_lightning.environment import progress_log
+from mrp_lightning.environment import ABSENT_DEVICES, progress_log, silenced
 
 _NOISE: Mapping[str, tuple[str, ...]] = {
     # torchao, which transformers imports where it is installed: libraries for other devices, and
@@ -15,7 +14,7 @@ _NOISE: Mapping[str, tuple[str, ...]] = {
     "torch.utils._pytree": ("is an Enum subclass ",),
     # Lightning: absent devices, the seed, and tips to install packages of its makers.
     "lightning.pytorch.utilities.rank_zero": (
-        *("GPU available: False", "TPU available: False", "HPU available: False"),
+        *ABSENT_DEVICES,
         "Tip: For seamless cloud",
     ),
     "lightning.fabric.utilities.seed": ("Seed set to",),
@@ -36,18 +35,11 @@ def without_noise() -> Iterator[None]:
     """Silence the messages of `_NOISE` and the warnings of `_WARNINGS`."""
     with ExitStack() as stack:
         for name, parts in _NOISE.items():
-            logger = logging.getLogger(name)
-            shown = partial(_is_shown, parts)
-            logger.addFilter(shown)
-            stack.callback(logger.removeFilter, shown)
+            stack.enter_context(silenced(name, parts))
         stack.enter_context(warnings.catch_warnings())
         for message in _WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         yield
-
-
-def _is_shown(parts: tuple[str, ...], record: logging.LogRecord) -> bool:
-    return not any(part in record.getMessage() for part in parts)
 
 
 @contextmanager

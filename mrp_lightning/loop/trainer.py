@@ -1,6 +1,7 @@
 """Lightning's Trainer with callbacks for a single `predict`."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.devices import warn_of_unused_gpu
+from mrp_lightning.environment import ABSENT_DEVICES, silenced
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM, ExactValues
 from mrp_lightning.loop.distributed import require_whole_models
@@ -42,7 +44,8 @@ class Trainer(pl.Trainer):
         callbacks: One callback or several, for all calls of the trainer.
         logger: One logger or several. `True` is Lightning's default logger, which makes a directory
             of logs in the working directory at each run. By default there is no logger.
-        **kwargs: The other arguments of `lightning.pytorch.Trainer`.
+        **kwargs: The other arguments of `lightning.pytorch.Trainer`; `enable_progress_bar` is true
+            by default on a terminal alone, and else lines are logged.
 
     Raises:
         TypeError: `callbacks` holds an object that is no `lightning` callback, such as one of
@@ -66,7 +69,12 @@ class Trainer(pl.Trainer):
         logger = False if logger is None else logger
         # At the front, since Lightning requires checkpoint callbacks to come last.
         callbacks = [BatchLog(), _Unwrap(), *_checked(callbacks)]
-        super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
+        # In a file or notebook the lines of the log show the progress, on a terminal a bar.
+        if kwargs.get("enable_progress_bar") is None:
+            has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+            kwargs["enable_progress_bar"] = has_bar or sys.stdout.isatty()
+        with silenced("lightning.pytorch.utilities.rank_zero", ABSENT_DEVICES):
+            super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         # Only Lightning's own: a user's plugin, subclasses included, stays.
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()

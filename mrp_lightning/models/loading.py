@@ -158,7 +158,7 @@ def _explained_absence(source: str) -> Iterator[None]:
             f"`model`: {source} is neither a complete local model directory nor a model that the "
             "hub gives. Check the name, or download it first. "
             f"({absence}{why_not_found(source, error)})"
-        ) from error
+        ) from None  # the hub's own chain of errors is in the reason
 
 
 def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
@@ -469,7 +469,7 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
         trust = {"trust_remote_code": False}
         return AutoTokenizer.from_pretrained(**found_at(source), **trust | hub)
     except OSError as error:
-        raise _nothing_at(source, why_not_found(source, error)) from error
+        raise _nothing_at(source, why_not_found(source, error)) from None
     except Exception as error:  # of any type: tokenizers do not check their files
         raise DataError(
             f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "

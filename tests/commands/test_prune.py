@@ -81,6 +81,8 @@ def test_the_next_step_converts_for_what_runs_the_model(settings, command):
     settings = Settings(**{"method": "JM", **settings})
     steps = _next_steps(Path("out"), [], settings, True).splitlines()
     assert steps[1].removeprefix("  mrp-lightning ") == command
+    encoders = _next_steps(Path("out"), [], settings, False)
+    assert ("gguf" in encoders, command in encoders) == (False, command == "export out")
 
 
 @pytest.mark.parametrize(

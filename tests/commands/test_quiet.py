@@ -5,8 +5,11 @@ import subprocess
 import sys
 import warnings
 
+import lightning.pytorch as lightning
 import pytest
+from lightning.pytorch.callbacks import TQDMProgressBar
 
+from mrp_lightning import Trainer
 from mrp_lightning.commands.quiet import quiet_lightning, without_noise
 
 _ASK = """
@@ -71,3 +74,18 @@ def test_noise_is_silenced_in_a_command_and_shown_after_it(context, caplog):
     assert say() == before
     assert len(before) == 4
     assert levels == [logging.getLogger(f"lightning.{x}").level for x in ("pytorch", "fabric")]
+
+
+def test_a_trainer_of_ours_names_no_device_that_is_absent_and_shows_a_bar_on_a_terminal_alone(
+    caplog, monkeypatch
+):
+    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
+        trainer = Trainer(accelerator="cpu")
+        assert (trainer.progress_bar_callback is not None) == is_terminal
+        assert Trainer(accelerator="cpu", enable_progress_bar=True).progress_bar_callback
+        assert Trainer(accelerator="cpu", callbacks=TQDMProgressBar()).progress_bar_callback
+    assert "available: False" not in caplog.text
+    lightning.Trainer(accelerator="cpu", logger=False)
+    assert "TPU available: False" in caplog.text

@@ -80,8 +80,10 @@ def test_the_package_reads_back_the_same_logits(options, bits, group, pruned, ca
     assert stored[f"{name}_shape"].tolist() == [64, 128]
 
 
-@pytest.mark.parametrize("options", [{"grid": "int4-g32"}, {"grid": "int8-g32", "pattern": "2:4"}])
-def test_it_is_the_format_of_a_run_on_an_integer_grid(options, pruned):
+@pytest.mark.parametrize(
+    "options", [{"grid": "int4-g32"}, {"grid": "int8-g32", "pattern": "2:4"}, {"bits": 8}]
+)
+def test_it_is_the_format_of_a_run_on_integers(options, pruned):
     run = pruned(**options)
     main([str(run)])
     config = json.loads((run.with_name("run-compressed-tensors") / "config.json").read_text())

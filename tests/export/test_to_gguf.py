@@ -137,6 +137,13 @@ def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, tmp_path, c
         assert torch.equal(weight, theirs.state_dict()[name]), name
 
 
+def test_export_makes_the_file_of_a_head_on_a_grid_of_llama_cpp(tiny_llama, tmp_path):
+    run = pruned(tiny_llama, tmp_path / "run", head_grid="q8_0")
+    export([str(run)])
+    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
+    assert stored["token_embd.weight"].tensor_type.name == "Q8_0"
+
+
 def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, tmp_path, capsys):
     run = pruned(source, tmp_path / "run", grid="q5_0", pattern="2:4")
     export([str(run)])

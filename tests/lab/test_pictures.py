@@ -126,8 +126,8 @@ def test_the_losses_of_the_picture_are_those_of_the_formula():
 def test_the_pictures_of_the_site_show_their_tables():
     """What is drawn from the tables now has the words and numbers of the stored pictures."""
     site = script("site")
-    for drawn in (site.formats(), site.quality(), site.engines()):
-        words = re.findall(r">([^<>]+)</text>", drawn.svg.decode())
+    for name in ("formats", "quality", "engines", "files"):
+        words = re.findall(r">([^<>]+)</text>", getattr(site, name)().svg.decode())
         assert len(words) > 15
-        stored = (site.OUT / f"{drawn.name}.svg").read_text("utf-8")
+        stored = (site.OUT / f"{name}.svg").read_text("utf-8")
         assert words == re.findall(r">([^<>]+)</text>", stored)
