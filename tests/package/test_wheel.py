@@ -70,6 +70,12 @@ def python(wheels, tmp_path_factory) -> Path:
     return environment(tmp_path_factory.mktemp("clean"), *wheels.values())
 
 
+@pytest.fixture(scope="module")
+def runtime(wheels, tmp_path_factory) -> Path:
+    """The Python of an environment with the wheel of the runtime alone."""
+    return environment(tmp_path_factory.mktemp("runtime"), wheels["mrp_sparse"])
+
+
 def prune_weights(source: Path, directory: Path) -> None:
     """Save a model, two of every four weights of each layer set to zero."""
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -128,10 +134,11 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
     assert files == (here - sources) | {built}
 
 
-def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(wheels, tmp_path, monkeypatch):
+def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(
+    wheels, runtime, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheels["mrp_sparse"].name)
-    python = environment(tmp_path / "clean", wheels["mrp_sparse"])
     code = (
         "import torch; from mrp_sparse.formats import bitmask;"
         "from mrp_sparse.kernels import compiled, operator;"
@@ -140,18 +147,18 @@ def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(wheels, tmp_path, 
         "y = operator.linear_bitmask(x, values, bits, offsets, None);"
         "print(compiled.load(), torch.equal(y, x[:, :8]), compiled.__file__)"
     )
-    loaded, is_right, file = run(python, "-c", code).split()
+    loaded, is_right, file = run(runtime, "-c", code).split()
     assert (loaded, is_right) == ("True", "True")
-    assert Path(file).is_relative_to(tmp_path)
+    assert Path(file).is_relative_to(runtime.parents[1])
 
 
-def test_the_runtime_loads_a_packed_model_by_itself(wheels, tmp_path):
+@pytest.mark.usefixtures("short_library")
+def test_the_runtime_loads_a_packed_model_by_itself(runtime, tmp_path):
     """It neither has nor needs what prunes: without these packages the model loads and writes."""
     packed = tmp_path / "packed"
     pruned = tmp_path / "pruned"
     prune_weights(STDLIB_LLAMA, pruned)
     to_sparse([str(pruned), "--out", str(packed)])
-    python = environment(tmp_path / "clean", wheels["mrp_sparse"])
     code = (
         "import sys\n"
         "unwanted = ('mrp_lightning', 'lightning', 'jsonargparse', 'rich', 'pydantic')\n"
@@ -163,7 +170,7 @@ def test_the_runtime_loads_a_packed_model_by_itself(wheels, tmp_path):
         "written = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)\n"
         "print(written[0].tolist())"
     )
-    layers, written = run(python, "-c", code).splitlines()
+    layers, written = run(runtime, "-c", code).splitlines()
     model = AutoModelForCausalLM.from_pretrained(pruned)
     expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
     assert int(layers) == sum(name.endswith("proj") for name, _ in model.named_modules())
