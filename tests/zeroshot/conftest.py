@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +117,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 module.weight[SemiStructured(2, 4).select(module.weight.abs(), 0)] = 0
     model.save_pretrained(root / "pruned")
     AutoTokenizer.from_pretrained(dense).save_pretrained(root / "pruned")
-    text = root / "text.txt"
-    text.write_text("\n\n".join(islice(standard_library("validation"), 8)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_parity, "MIN_TOKENS", 512)  # what packing proves has tests of its own
-        main([str(root / "pruned"), "--out", str(root / "packed"), "--text", str(text)])
+        main([str(root / "pruned"), "--out", str(root / "packed")])
     return {kind: root / kind for kind in ("dense", "pruned", "packed")}
 
 
