@@ -113,7 +113,9 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     finished = _finished_runs(sweep, sweep.selected)
     _check_same_configurations(sweep, finished)
     waiting = [trial for trial in sweep.selected if trial not in finished]
-    lacking = not all(set(sweep.zeroshot) <= run.tasks for run in finished.values())
+    lacking = not all(
+        set(sweep.zeroshot) <= {*run.evaluation.zeroshot} for run in finished.values()
+    )
     tasks = _tasks(sweep, finished) if sweep.zeroshot and (waiting or lacking) else None
     _check_inputs_and_outputs(sweep, waiting)
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
@@ -251,7 +253,7 @@ def _tasks(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> Tasks:
         if (names := [
             name
             for name in tasks.by_name
-            if name not in run.tasks
+            if name not in run.evaluation.zeroshot
             or run.evaluation.zeroshot[name].get("checksum") not in (None, checksums.get(name))
         ])
     ]  # fmt: skip

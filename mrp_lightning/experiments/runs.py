@@ -1,7 +1,7 @@
 """Runs on disk: their reports, evaluations and trials."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,11 +104,6 @@ class RunDirectory:
         data: Mapping[str, Any] = self.report.provenance.get("data") or {}
         calibration = {name: data[key] for name, key in CALIBRATION.items() if key in data}
         return {**self.report.config, **calibration}
-
-    @property
-    def tasks(self) -> Set[str]:
-        """The zero-shot tasks on which the model was evaluated."""
-        return self.evaluation.zeroshot.keys()
 
     @property
     def complete(self) -> bool:

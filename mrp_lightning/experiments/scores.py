@@ -12,7 +12,6 @@ import pandas as pd
 from mrp_lightning.commands import numbers
 from mrp_lightning.commands.numbers import MISSING, Write
 from mrp_lightning.commands.zeroshot import PAPER_TASKS
-from mrp_lightning.environment import versions
 from mrp_lightning.experiments.groups import ModelRuns
 from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.records.evaluation import (
@@ -25,7 +24,6 @@ from mrp_lightning.records.evaluation import (
     standard_error,
 )
 from mrp_lightning.storage.files import check_output_file, save_ours
-from mrp_lightning.storage.json_files import as_json
 
 _GROUP = ["setting", "label"]
 
@@ -243,7 +241,7 @@ class Table:
         details: A second line of headers.
         best: The cells that are the best of their group, by group, name and header.
         methods: The canonical methods of rows, which decide their colours, by name.
-        kind: The content of the cells: `number`, `text` or `prose`, which has several lines.
+        kind: The content of the cells: `number` or `text`.
     """
 
     caption: str
@@ -327,19 +325,17 @@ def check_tables(directory: Path) -> None:
     Raises:
         FileExistsError: There is such a table.
     """
-    for kind in ("csv", "json", "md"):
+    for kind in ("csv", "md"):
         check_output_file(directory / f"results.{kind}", "out")
 
 
 def write_tables(models: Sequence[ModelRuns], directory: Path) -> str:
-    """Write `results.{csv,json,md}`, unless `check_tables` raises; return the text of the last."""
+    """Write `results.{csv,md}`, unless `check_tables` raises; return the text of the last."""
     check_tables(directory)
     frames = [ScoreFrame(model) for model in models]
     rows = [row for frame in frames for row in _score_rows(frame)]
     table = pd.DataFrame(rows, dtype=object)  # whole numbers stay whole
-    content = {"format_version": 1, "results": rows, "versions": versions()}
     save_ours(directory / "results.csv", table.to_csv(index=False, lineterminator="\n"))
-    save_ours(directory / "results.json", as_json(content))
     sections = []
     for frame in frames:
         tables = (results_table(frame), zero_shot_table(frame))

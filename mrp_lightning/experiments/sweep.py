@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,7 +46,7 @@ class Sweep:
 
     Every run is equivalent to `predict` and `test` with the configuration `base`, the options of
     the model, and those of the trial. Its results are in `<out>/<model>/<trial>`; existing runs are
-    not repeated. The tables are `<out>/results.{md,csv,json}`.
+    not repeated. The tables are `<out>/results.{md,csv}`.
 
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
@@ -99,7 +100,6 @@ class Sweep:
             raise OptionError("`out` is empty; expected a directory, such as `out: runs`.")
         if problems := list(self._model_problems()):
             raise OptionError("\n".join(problems))
-        self._check_runs()
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         if not any(trial.method for trial in self.trials):
@@ -120,7 +120,7 @@ class Sweep:
                 "vary the options in sweeps of their own, each with its `out`."
             )
 
-    @property
+    @cached_property
     def trials(self) -> list[Trial]:
         """Every trial, the dense one of each model first."""
         trials = []
@@ -183,16 +183,6 @@ class Sweep:
             if not model.block_sizes:
                 yield f"`models.{name}.block_sizes` is empty; expected at least one, such as [128]."
 
-    def _check_runs(self) -> None:
-        """Parse all settings: a wrong one would otherwise end the sweep after other runs' hours."""
-        runs = [model.runs or {} for model in self.models.values()]
-        for setting, names in [pair for each in [self.runs, *runs] for pair in each.items()]:
-            for name in names:
-                parse_setting(setting, self._method_of(name))
-        for trial in self.trials:
-            if trial.method is not None:
-                parse_setting(trial.setting, trial.method, trial.block_size)
-
     def _method_of(self, name: str) -> str:
         """Return the method of a recipe, or the method of this name."""
         if name in self.recipes:
@@ -208,12 +198,15 @@ class Sweep:
         """Return the trials of a method or recipe for all block sizes, seeds and changes."""
         method = self._method_of(name)
         recipe = self.recipes.get(name)
+        parse_setting(setting, method)  # raises: a sweep would end after other runs' hours
         # Options that do not change a method's result are not varied, since equal runs would count
         # as independent ones. A recipe may have tuning, which sees the inputs, so it takes all
         # seeds.
         sizes = self.models[model].block_sizes if has_blocks(method) else [None]
         if recipe and "block_size" in recipe:
             sizes = [recipe["block_size"]]
+        for size in sizes:
+            parse_setting(setting, method, size)
         seeds = self.seeds if recipe or sees_inputs(setting, method) else [None]
         changes: list[ChangedOption | None] = [
             ChangedOption(key, value) for key, values in self.vary.items() for value in values

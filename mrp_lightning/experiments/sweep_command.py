@@ -40,7 +40,7 @@ def main(args: list[str]) -> None:
     if runs := comparable_runs(sweep, console):
         text = write_tables(find_models(runs), Path(sweep.out))
         console.print(Markdown(text))
-        console.print(f"The tables are in {sweep.out}/results.md, results.csv and results.json.")
+        console.print(f"The tables are in {sweep.out}/results.md and results.csv.")
     if failed:
         names: dict[str, list[str]] = {}
         for trial, error in failed.items():

@@ -17,7 +17,6 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.records.evaluation import read, record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text().replace("\\\n", "")
-TEST = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--data.sequence_length=256"]
 
 
 def zeroshot(model: Path | str, *more: str) -> None:
@@ -93,21 +92,6 @@ def test_lm_evals_own_command_gives_the_same(
     for task, figures in read(model).zeroshot.items():
         for metric in {"acc", "acc_norm", "perplexity", "acc_stderr"} & figures.keys():
             assert figures[metric] == theirs[task][f"{metric},none"], (task, metric)
-
-
-def test_a_packed_checkpoint_is_tested_as_the_pruned_one(checkpoint, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(Path(__file__).read_text() * 3)
-    found = {}
-    for kind in ("pruned", "packed"):
-        model = checkpoint(kind)
-        options = [f"--model.model={model}", f"--data.eval_files={text}", *TEST]
-        save = ["--trainer.callbacks=callbacks.SaveEvaluation"]
-        main(["test", *options, *save, f"--trainer.callbacks.save_dir={model}"])
-        (found[kind],) = read(model).perplexity.values()
-    # The kernels for many tokens sum in another order than dense products.
-    assert found["packed"]["perplexity"] == pytest.approx(found["pruned"]["perplexity"], rel=1e-3)
-    assert found["packed"]["windows"] == found["pruned"]["windows"]
 
 
 def test_a_packed_checkpoint_is_not_pruned_again(checkpoints):
