@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.claims import Claim, Claims
 from export.conversion.integers import NAME, TENSORS, Integers, read, scale_type, store
+from export.conversion.parity import compare_text, predicts_tokens, text_failures
 from export.conversion.selection import LayerChoice
-from export.conversion.text_parity import compare_text, predicts_tokens, text_failures
 from export.conversion.writing import write_converted
 from mrp_lightning.errors import OptionError, ParityError, PatternError, first_line
 from mrp_lightning.models.checkpoint import (

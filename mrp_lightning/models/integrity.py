@@ -172,28 +172,23 @@ def larger(
 
     `names` are the names of the checkpoint's tensors: all, or those that the model lacks.
     """
-    if not (surplus := list(_surplus(model, names))):
-        return None
-    return (
-        f"the checkpoint {source} is of a larger model than its configuration makes: "
-        f"{'; '.join(surplus)}. The rest would be left out. Correct the configuration (such as "
-        "`num_hidden_layers`), or fetch the files again."
-    )
-
-
-def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
-    """Yield, for each list of blocks, how many more blocks a checkpoint holds than the model.
-
-    Other tensors that the model lacks, such as old buffers, do not count; nor do the blocks for
-    multi-token prediction that follow the last block in some families.
-    """
     made, surplus = _blocks_of(model), dict[str, set[int]]()
+    # Some families have blocks for multi-token prediction after the last one.
     further = getattr(model.config, "num_nextn_predict_layers", None) or 0
     for _, blocks, index in _beyond(model, made, names):
         if index >= made[blocks] + further:
             surplus.setdefault(blocks, set()).add(index)
-    for blocks, indices in sorted(surplus.items()):
-        yield f"{made[blocks]} of `{blocks}`, and the files hold {len(indices)} more"
+    if not surplus:
+        return None
+    listed = [
+        f"{made[blocks]} of `{blocks}`, and the files hold {len(indices)} more"
+        for blocks, indices in sorted(surplus.items())
+    ]
+    return (
+        f"the checkpoint {source} is of a larger model than its configuration makes: "
+        f"{'; '.join(listed)}. The rest would be left out. Correct the configuration (such as "
+        "`num_hidden_layers`), or fetch the files again."
+    )
 
 
 def _beyond(

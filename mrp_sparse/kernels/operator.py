@@ -35,6 +35,7 @@ _LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
 
 def _operator(
     unpack: Callable[..., Tensor],
+    fits: Callable[..., Sequence[Any]],
     *,
     stored: Sequence[str],
     floating: Sequence[str],
@@ -46,7 +47,9 @@ def _operator(
 
     Args:
         unpack: Returns W; called with the `stored` tensors and its number of columns.
-        stored: The arguments that W is computed from.
+        fits: Returns conditions on sizes; called with the number of columns of x and the `stored`
+            tensors. Sizes may be symbols.
+        stored: The arguments that W is computed from; the second has a row for each of W.
         floating: The arguments that autocast casts.
         layout: An argument that holds W in another layout. It is dropped where W is cast.
     """
@@ -87,6 +90,13 @@ def _operator(
             with torch.autocast(device, enabled=False):
                 return operator(*cast.values())
 
+        def fake(x: Tensor, *operands: Any) -> Tensor:
+            tensors = [operands[i - 1] for i in packed]
+            for condition in fits(x.shape[-1], *tensors):
+                _check_columns(condition)
+            return x.new_empty(*x.shape[:-1], tensors[1].shape[0])
+
+        operator.register_fake(fake)
         operator.register_autograd(backward, setup_context=save)
         for device in ("cpu", "cuda"):
             kernel = functools.partial(autocast, device)
@@ -114,6 +124,7 @@ def _check_columns(fit: Any) -> None:
 
 @_operator(
     SPARSE24.unpack,
+    lambda columns, weight, _: [columns == 2 * weight.shape[1]],
     stored=("weight", "meta"),
     floating=("x", "weight", "bias"),
     layout="compressed",
@@ -144,15 +155,12 @@ def linear24(
     return F.linear(x, spread(weight, meta), bias)
 
 
-@linear24.register_fake
-def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tensor:
-    del meta
-    # The same error as of the kernels, already while a model is traced.
-    _check_columns(x.shape[-1] == 2 * weight.shape[1])
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@_operator(BITMASK.unpack, stored=("values", "bits"), floating=("x", "values", "bias"))
+@_operator(
+    BITMASK.unpack,
+    lambda columns, _, bits: [bitmask.bytes_of(columns) == bits.shape[1]],
+    stored=("values", "bits"),
+    floating=("x", "values", "bias"),
+)
 def linear_bitmask(
     x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -179,14 +187,15 @@ def linear_bitmask(
     return F.linear(x, bitmask.unpack(values, bits, x.shape[-1]), bias)
 
 
-@linear_bitmask.register_fake
-def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) -> Tensor:
-    del values
-    check_bitmask(x, bits)
-    return x.new_empty(*x.shape[:-1], bits.shape[0])
-
-
-@_operator(BITMASK4.unpack, stored=("nibbles", "bits", "scales"), floating=("x", "scales", "bias"))
+@_operator(
+    BITMASK4.unpack,
+    lambda columns, _, bits, scales: [
+        bitmask.bytes_of(columns) == bits.shape[1],
+        num_groups(columns) == scales.shape[1],
+    ],
+    stored=("nibbles", "bits", "scales"),
+    floating=("x", "scales", "bias"),
+)
 def linear_bitmask4(
     x: Tensor,
     nibbles: Tensor,
@@ -221,18 +230,9 @@ def linear_bitmask4(
     return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
 
 
-@linear_bitmask4.register_fake
-def _fake_bitmask4(
-    x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor, *_: Tensor | bool | None
-) -> Tensor:
-    del nibbles
-    check_bitmask(x, bits)
-    _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
-    return x.new_empty(*x.shape[:-1], bits.shape[0])
-
-
 @_operator(
     lambda numbers, scales, _: eight_bit.unpack(numbers, scales),
+    lambda columns, numbers, _: [columns == numbers.shape[1]],
     stored=("numbers", "scales"),
     floating=("x", "scales", "bias"),
 )
@@ -251,10 +251,3 @@ def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> 
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear8(x, numbers, scales, bias)
     return F.linear(x, eight_bit.unpack(numbers, scales), bias)
-
-
-@linear8.register_fake
-def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    del scales, bias
-    _check_columns(x.shape[-1] == numbers.shape[1])
-    return x.new_empty(*x.shape[:-1], numbers.shape[0])

@@ -11,9 +11,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from export.conversion import parity
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.parity import Parity, check_parity, operator_error
+from export.conversion.parity import (
+    MIN_TOKENS,
+    Parity,
+    TextParity,
+    check_parity,
+    compare_text,
+    operator_error,
+    text_failures,
+)
 from export.conversion.selection import choose_layers
-from export.conversion.text_parity import MIN_TOKENS, TextParity, compare_text, text_failures
 from export.conversion.writing import write_packed
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import ParityError

@@ -105,7 +105,7 @@ def task_directory(
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The embedded model: dense, pruned to 2:4 by magnitude, and that packed."""
-    from export.conversion import text_parity
+    from export.conversion import parity
     from export.to_sparse import main
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -118,7 +118,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model.save_pretrained(root / "pruned")
     AutoTokenizer.from_pretrained(dense).save_pretrained(root / "pruned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_parity, "MIN_TOKENS", 512)  # what packing proves has tests of its own
+        patch.setattr(parity, "MIN_TOKENS", 512)  # what packing proves has tests of its own
         main([str(root / "pruned"), "--out", str(root / "packed")])
     return {kind: root / kind for kind in ("dense", "pruned", "packed")}
 
