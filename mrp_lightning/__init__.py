@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mrp_lightning.distillation.text import DistillationText
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
+    from mrp_lightning.loop.vocabulary import cut_vocabulary
     from mrp_lightning.pruning.arguments import BlockTuning
     from mrp_lightning.records.block_result import BlockResult
     from mrp_lightning.records.report import PruningReport
@@ -65,6 +66,7 @@ __all__ = [
     "TargetError",
     "TextDataModule",
     "Trainer",
+    "cut_vocabulary",
     "prune_columns",
     "prune_weight",
 ]
@@ -85,6 +87,7 @@ _LAZY = {
     "Solution": "mrp_lightning.solver.pruning",
     "TextDataModule": "mrp_lightning.data.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
+    "cut_vocabulary": "mrp_lightning.loop.vocabulary",
     "prune_columns": "mrp_lightning.solver.columns",
     "prune_weight": "mrp_lightning.solver.pruning",
 }

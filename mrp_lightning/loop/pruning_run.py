@@ -335,6 +335,7 @@ class Run:
                     **asdict(listener.usage),
                     resumed_blocks=listener.resumed_blocks,
                     narrowed=narrowed,
+                    vocabulary=self._vocabulary,
                 )
             for name in ("sparsity", "relative_loss"):
                 if (total := self.report.totals[name]) is not None:
@@ -517,6 +518,8 @@ class Run:
             config["processes"] = processes.size
         if base_model := self._base_model:
             config["base_model"] = base_model
+        if self._vocabulary:
+            config["vocabulary"] = self._vocabulary["kept"]
         return config
 
     def _provenance(self, steps: list[Step], processes: Processes) -> dict[str, Any]:
@@ -525,6 +528,11 @@ class Run:
         data = describe_data(self.trainer, steps, processes)
         known = {"pruned_before": earlier} if earlier else {}
         return {**known, "command": command(), "data": data}
+
+    @property
+    def _vocabulary(self) -> dict[str, Any]:
+        """The record of the cut of the vocabulary before this run; empty without one."""
+        return getattr(self.module, "vocabulary", None) or {}
 
     @property
     def _base_model(self) -> str | None:

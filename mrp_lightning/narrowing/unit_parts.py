@@ -353,7 +353,7 @@ class _Comparison:
     def structure(self, config: Sizes) -> Structure:
         """Return the structure of a fitting comparison, with the entries of its configuration."""
         entry, blocks = self.entry, {}
-        attributes = list(_attributes(entry.model, entry.dense, self.narrower))
+        attributes = list(different_attributes(entry.model, entry.dense, self.narrower))
         for name, cuts in self.cuts.items():
             modules = {id(module) for module in self.modules[self.paths[name]].modules()}
             own_attributes = [each for each in attributes if id(each[0]) in modules]
@@ -448,7 +448,9 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return {without_compiled(name): module for name, module in model.named_modules()}
 
 
-def _attributes(model: nn.Module, dense: nn.Module, narrower: nn.Module) -> Iterator[Attribute]:
+def different_attributes(
+    model: nn.Module, dense: nn.Module, narrower: nn.Module
+) -> Iterator[Attribute]:
     """Yield the attributes of modules whose values differ in the narrower model."""
     narrower_modules, modules = dict(narrower.named_modules()), _modules(model)
     for name, module in dense.named_modules():

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mrp_lightning.errors import counted
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.report import PruningReport, is_of_vocabulary_alone
 from mrp_lightning.storage.files import save_ours
 
 NAME = "README.md"
@@ -46,11 +46,15 @@ def model_card(
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
     trained = report.provenance.get("trained", {})
+    alone, removes = is_of_vocabulary_alone(config), _removes(config)
     lines = [
-        _how(None if "removed" in narrowed else config["method"], trained, _removes(config)),
+        _cut(trained)
+        if alone
+        else _how(None if "removed" in narrowed else config["method"], trained, removes),
         "",
         *([f"- base model: `{name}`"] if name else []),
-        *(_narrowed(narrowed, totals) if narrowed else _done(totals, _removes(config))),
+        *_vocabulary(report.vocabulary),
+        *([] if alone else _narrowed(narrowed, totals) if narrowed else _done(totals, removes)),
         *([f"- bytes of the weights: {num_bytes:,}"] if num_bytes is not None else []),
         *_grid(config),
         *(
@@ -59,16 +63,17 @@ def model_card(
             else []
         ),
         *_zeros_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
-        *_loss(narrowed, totals),
+        *([] if alone else _loss(narrowed, totals)),
         *_calibration(report.provenance.get("data", {})),
-        "- every layer: `pruning_report.json`",
+        f"- {'all figures' if alone else 'every layer'}: `pruning_report.json`",
     ]
     kind = f"with {_kept(narrowed)}" if narrowed else _kind(config)
     title = f"{Path(name).name if name else 'Model'}, {kind}"
     hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
     text = new_card(title, lines, **hub)
     commands = [report.provenance.get("command"), trained.get("command")]
-    text = with_section(text, "Recipe", ["```yaml", *_recipe(config), "```", *made_by(*commands)])
+    recipe = [] if alone else ["```yaml", *_recipe(config), "```"]
+    text = with_section(text, "Recipe", [*recipe, *made_by(*commands)])
     dense = [f"- `{row.name}`: {row.skipped}" for row in report.layers if row.skipped is not None]
     return with_section(text, "Left dense", dense) if dense else text
 
@@ -169,9 +174,11 @@ def _kind(config: Mapping[str, Any]) -> str:
     quantised = f"quantised to {bits} bits" if bits else None
     if grid := config.get("grid"):
         quantised = f"quantised to {grid}"
-    if not (pruned or quantised):
+    words = config.get("vocabulary")
+    cut = f"cut to {words:,} words" if words else None
+    if not (pruned or quantised) and config.get("head_grid"):
         quantised = f"with its head in {config['head_grid']}"
-    return " and ".join(filter(None, [pruned, quantised]))
+    return " and ".join(filter(None, [cut, pruned, quantised]))
 
 
 def _how(method: str | None, trained: dict[str, Any], removes: bool) -> str:
@@ -184,6 +191,14 @@ def _how(method: str | None, trained: dict[str, Any], removes: bool) -> str:
         "steps with the removed weights kept at zero. What is said of the layers' errors is from "
         "before that training."
     )
+
+
+def _cut(trained: dict[str, Any]) -> str:
+    """Return a sentence on a model of fewer words."""
+    if trained:
+        steps = f"{trained['steps']:,} steps"
+        return f"Cut to fewer words with mrp-lightning, then trained for {steps}."
+    return "Cut to fewer words with mrp-lightning; the weights that stay are as they were."
 
 
 def _done(totals: Mapping[str, Any], removes: bool) -> list[str]:
@@ -223,6 +238,28 @@ def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[st
     ]
 
 
+def _vocabulary(vocabulary: Mapping[str, Any]) -> list[str]:
+    """Return the lines on a cut vocabulary; none without one."""
+    if not vocabulary:
+        return []
+    before, after = vocabulary["model_weights"]
+    lines = [
+        f"- words: {vocabulary['kept']:,} of {vocabulary['words']:,}; other text is spelled by "
+        f"more tokens ({after:,} of {before:,} weights)"
+    ]
+    for name, (tokens, more) in vocabulary["tokens"].items():
+        lines.append(f"  - {in_markdown(name)}: {more / max(tokens, 1):.3g} times the tokens")
+    if held_out := vocabulary.get("held_out"):
+        (one, other), (bits, more_bits) = (
+            held_out[key] for key in ("bytes_per_token", "bits_per_byte")
+        )
+        lines.append(
+            f"- held-out text: {other:.3g} bytes a token ({one:.3g} before), {more_bits:.4g} bits "
+            f"a byte ({bits:.4g})"
+        )
+    return lines
+
+
 def _kept(narrowed: Mapping[str, Any]) -> str:
     each = "" if "removed" in narrowed else " a block"
     return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']}{each}"
@@ -245,7 +282,7 @@ def _zeros_before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) ->
     """Return the line on the zeros of a model that was pruned before, if it was."""
     if not zeros and not prunings:
         return []
-    kinds = [f"{_kind(x)} by {x.get('method')}" for x in prunings]
+    kinds = [_kind(x) + (f" by {x['method']}" if "method" in x else "") for x in prunings]
     methods = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
     return [f"- zero before: {zeros or 0:.2%} of them{methods}; the error is against those weights"]
 

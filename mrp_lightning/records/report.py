@@ -15,6 +15,7 @@ from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.records.rows import BlockReport, LayerReport, mean_relative_loss
 from mrp_lightning.solver.amount import Amount
+from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.targets.blocks import listed
@@ -29,10 +30,17 @@ _SECTIONS = ("layers", "totals", "versions", "config")
 
 def _readable(config: dict[str, Any]) -> dict[str, Any]:
     """Return the `config` of a file; raise a ValueError if readers would refuse it later."""
+    if is_of_vocabulary_alone(config):
+        return config
     if not isinstance(config.get("method"), str):
         raise ValueError("`method` is missing, or is no string")
     Amount.of_config(config)
     return config
+
+
+def is_of_vocabulary_alone(config: Mapping[str, Any]) -> bool:
+    """Return whether the vocabulary was cut, and nothing pruned."""
+    return "method" not in config and isinstance(config.get("vocabulary"), int)
 
 
 @dataclass
@@ -67,6 +75,12 @@ class PruningReport:
             KL(dense ‖ shortened) on held-out windows, `run_change` and `greedy_change` that of the
             two ways to choose, and `repair` the fitted `layers` (by their former names) and the
             `change` with them.
+        vocabulary: For a model whose vocabulary was cut, the number of `words` before and of those
+            that are `kept`, the `rows` of the embeddings before, `model_weights` before and after,
+            the `proof` (see `VocabularyCut`), and the `tokens` of several texts, by name, before
+            and after. From `prune`, `held_out` has the `bytes` of the held-out text that was read,
+            and before and after `bytes_per_token` and `bits_per_byte`, the negative log-likelihood
+            of a byte. Otherwise empty. All else in the report is of the model with fewer words.
         resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
             outside the blocks count as one block; `seconds` includes that run.
     """
@@ -84,6 +98,7 @@ class PruningReport:
     model_weights: int | None = None
     resumed_blocks: int = 0
     narrowed: dict[str, Any] = field(default_factory=dict)
+    vocabulary: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return a table of the layers, for a terminal."""
@@ -125,6 +140,8 @@ class PruningReport:
         Raises:
             ArgumentError: No run has such a pattern or grid.
         """
+        if is_of_vocabulary_alone(self.config):
+            return Amount(pattern=Dense())
         return Amount.of_config(self.config)
 
     @property
@@ -167,6 +184,7 @@ class PruningReport:
             "config": self.config,
             "blocks": [row.to_dict() for row in self.blocks],
             "narrowed": self.narrowed,
+            "vocabulary": self.vocabulary,
             "provenance": self.provenance,
             "files": self.files,
         }
@@ -224,8 +242,8 @@ class PruningReport:
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the earlier prunings of the model in a directory, from its report, if it has one.
 
-    Each has `method` and those of `structure`, `sparsity`, `pattern`, `bits` and `head_grid` that
-    were set; the earliest comes first. A report that cannot be read is ignored, with a warning.
+    Each has those of `method`, `structure`, `sparsity`, `pattern`, `bits`, `head_grid` and
+    `vocabulary` that were set; the earliest comes first. A report that cannot be read is ignored, with a warning.
     """
     file = Path(directory) / NAME
     if not file.is_file():
@@ -237,7 +255,7 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
     earlier = report.provenance.get("pruned_before")
-    keys = ("method", "structure", "sparsity", "pattern", "bits", "head_grid")
+    keys = ("method", "structure", "sparsity", "pattern", "bits", "head_grid", "vocabulary")
     settings = {key: report.config.get(key) for key in keys}
     return [
         *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),

@@ -1,0 +1,131 @@
+"""Cut the vocabulary of a `CausalLM`, record what that costs, and save the result."""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+from mrp_ground.arguments import checked
+from mrp_lightning.environment import command
+from mrp_lightning.errors import OptionError
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir
+from mrp_lightning.narrowing.vocabulary import keep_words
+from mrp_lightning.narrowing.words import Vocabulary
+from mrp_lightning.records.report import PruningReport, pruned_before
+from mrp_lightning.text.sources import StandardLibrary
+
+_CHARACTERS = 2**18
+"""The characters of Python's standard library whose words are counted."""
+_DECLARATION = {
+    "English": (
+        "All human beings are born free and equal in dignity and rights. They are endowed with "
+        "reason and conscience and should act towards one another in a spirit of brotherhood."
+    ),
+    "French": (
+        "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués "
+        "de raison et de conscience et doivent agir les uns envers les autres dans un esprit de "
+        "fraternité."
+    ),
+    "German": (
+        "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft "
+        "und Gewissen begabt und sollen einander im Geist der Brüderlichkeit begegnen."
+    ),
+    "Russian": (
+        "Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены "
+        "разумом и совестью и должны поступать в отношении друг друга в духе братства."
+    ),
+    "Chinese": (
+        "人人生而自由,在尊严和权利上一律平等。他们赋有理性和良心,并应以兄弟关系的精神互相对待。"  # noqa: RUF001
+    ),
+}
+"""Article 1 of the Universal Declaration of Human Rights."""
+
+
+@checked
+def cut_vocabulary(
+    module: CausalLM,
+    size: int,
+    documents: Sequence[str],
+    *,
+    save_dir: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Cut the vocabulary of a model in place to the words that a text needs most.
+
+    All bytes, special and other added tokens stay, so that every text can still be written, by more
+    tokens. No weight changes: the embeddings and the head lose rows. A pruning of the module after
+    that is calibrated, and saves, with fewer words.
+
+    Args:
+        module: The module; its `model`, `tokenizer` and `vocabulary` change.
+        size: The number of words to keep.
+        documents: The text, such as `TextDataModule.documents("train")`.
+        save_dir: The directory for the model with its `pruning_report.json`; `None` saves nothing.
+        overwrite: Whether `save_dir` may be replaced, if this package wrote all of its content.
+
+    Returns:
+        The record, which `pruning_report.json` has as `vocabulary`; see `PruningReport`.
+
+    Raises:
+        OptionError: `size` is no smaller than the vocabulary, or too small for what has to stay; or
+            the blocks of the model are streamed.
+        TargetError: The vocabulary cannot be cut, or a proof fails; see `keep_words`. The model
+            stays as it was.
+        DataError: No string of the text has kept words alone.
+        FileExistsError: `save_dir` may not be replaced; `check_save_dir` raises more.
+        SaveError: `save_dir` could not be written.
+    """
+    if module.streamed is not None:
+        raise OptionError(
+            "`vocabulary` compares the logits of two models in memory. Load the model without "
+            "`streaming`, and stream what is saved."
+        )
+    if save_dir is not None:
+        check_save_dir(save_dir, module, overwrite=overwrite)
+    weights = _num_weights(module)
+    whole, cut = module.tokenizer, keep_words(module.model, module.tokenizer, size, documents)
+    module.tokenizer = cut.tokenizer
+    before, after = (Vocabulary.of(tokenizer) for tokenizer in (whole, cut.tokenizer))
+    library = "".join(StandardLibrary().documents("test"))[:_CHARACTERS]
+    elsewhere = {StandardLibrary().name: [library]}
+    elsewhere |= {f"{name} (UDHR, article 1)": [text] for name, text in _DECLARATION.items()}
+    module.vocabulary = {
+        "words": cut.words,
+        "kept": size,
+        "rows": cut.rows,
+        "model_weights": [weights, _num_weights(module)],
+        "proof": dict(cut.proof),
+        "tokens": {
+            "the text": [cut.tokens, after.counts(documents).total()],
+            **{
+                name: [each.counts(text).total() for each in (before, after)]
+                for name, text in elsewhere.items()
+            },
+        },
+    }
+    if save_dir is not None:
+        save_cut(module, save_dir, overwrite=overwrite)
+    return module.vocabulary
+
+
+def save_cut(module: CausalLM, directory: str | PathLike[str], *, overwrite: bool) -> PruningReport:
+    """Write a model whose vocabulary was cut, and nothing else of it; return its report.
+
+    Raises:
+        SaveError: The directory could not be written, or may not be replaced.
+    """
+    base_model = module.model.name_or_path
+    earlier = pruned_before(base_model) if base_model else []
+    report = PruningReport(
+        config={"vocabulary": module.vocabulary["kept"], "base_model": base_model or None},
+        provenance={"command": command(), **({"pruned_before": earlier} if earlier else {})},
+        model_weights=module.vocabulary["model_weights"][0],
+        vocabulary=module.vocabulary,
+    )
+    PrunedModule(module, report, {}, None).save(directory, overwrite=overwrite)
+    report.complete = True
+    return report
+
+
+def _num_weights(module: CausalLM) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
