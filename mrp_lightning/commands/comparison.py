@@ -18,6 +18,8 @@ from mrp_lightning.commands.distillation import DistilledPruning
 from mrp_lightning.commands.main import command_named
 from mrp_lightning.commands.numbers import memory, number, percent, perplexity
 from mrp_lightning.commands.quiet import quiet_lightning
+from mrp_lightning.commands.vocabulary import VocabularyStep, sentences
+from mrp_lightning.commands.vocabulary import table as table_of_words
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.errors import DataError, OptionError, counted
@@ -28,6 +30,7 @@ from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
+from mrp_lightning.loop.vocabulary import save_cut
 from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
@@ -88,6 +91,7 @@ def prune_and_compare(
     windows: int,
     accelerator: str,
     console: Console,
+    words: int | None = None,
     distilled: DistilledPruning | None = None,
 ) -> str | None:
     """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
@@ -105,6 +109,8 @@ def prune_and_compare(
         windows: The largest number of windows to evaluate on.
         accelerator: The accelerator, as Lightning names it.
         console: The console for progress and results.
+        words: The number of words to which the vocabulary is cut first; `None` leaves it. The model
+            is then compared with that of fewer words.
         distilled: The distillation after the pruning; `None` for none.
 
     Returns:
@@ -124,6 +130,14 @@ def prune_and_compare(
         model = _load(source, text)
         check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
         _check_conversions(conversions, model)
+        if words is not None:
+            plan_for(model, prune.settings)  # refuses what cannot be pruned before the cut
+            step = VocabularyStep(model, _data(text, model), words, windows)
+            before = _num_bytes(model)
+            step.run(_trainer(accelerator), console)
+            console.print(table_of_words(step.model.vocabulary, [before, _num_bytes(model)]))
+            console.print(sentences(step.model.vocabulary, step.text))
+            text = {key: value for key, value in text.items() if key != "tokenizer"}
         subject = _Subject(model, _data(text, model), prune.settings, windows, accelerator)
         if not text["train_files"] and "num_samples" not in text:
             subject.take_fewer_windows()
@@ -131,7 +145,7 @@ def prune_and_compare(
             distilled.check(model, subject.data)
         console.print(subject.announcement())
         # The dense evaluation comes before the pruning, which changes the model in memory.
-        dense, sizes = subject.evaluate("dense", console), [subject.num_bytes]
+        dense, sizes = subject.evaluate("dense", console), [_num_bytes(model)]
         console.print(subject.expectation())
         start = time.perf_counter()
         first = prune if distilled is None else distilled.pruning()
@@ -144,7 +158,7 @@ def prune_and_compare(
             subject.model = distilled.finish(first, subject.trainer, subject.data)
             final = subject.evaluate("distilled", console)
         seconds = time.perf_counter() - start
-        sizes.append(subject.num_bytes)
+        sizes.append(_num_bytes(subject.model))
     report = PruningReport.load(prune.save_dir / NAME)
     table = _table(dense, pruned, first.settings, report, sizes, seconds)
     if distilled is not None:
@@ -159,6 +173,70 @@ def prune_and_compare(
         read = f"{counted(len(subject.windows), 'window')} of {dense['context']} tokens"
         console.print(f"Evaluated on {read} of the {subject.text}.")
     return why_useless(dense, final)
+
+
+def cut_and_compare(
+    source: Mapping[str, Any],
+    text: Mapping[str, Any],
+    words: int,
+    out: Path,
+    conversions: Sequence[Conversion],
+    *,
+    windows: int,
+    accelerator: str,
+    console: Console,
+    overwrite: bool,
+) -> None:
+    """Cut the vocabulary of a model, and nothing else; save, evaluate and convert it.
+
+    Args:
+        source: The arguments of `CausalLM` that name the model.
+        text: The arguments of the `TextDataModule`, of whose `train_files` a tenth is held out.
+        words: The number of words to keep.
+        out: The directory of the result.
+        conversions: The conversions of the result to other formats.
+        windows: The largest number of windows to evaluate on.
+        accelerator: The accelerator, as Lightning names it.
+        console: The console for progress and results.
+        overwrite: Whether `out` may be replaced.
+
+    Raises:
+        OptionError: The accelerator or the text is missing, or the number of words out of range.
+        TargetError: The vocabulary cannot be cut.
+        FileExistsError: The output, or that of a conversion, exists.
+    """
+    require_accelerator(accelerator)
+    with quiet_lightning():
+        _data(text)
+        console.print(f"Loading {source['model']} …")
+        model = _load(source, text)
+        check_save_dir(out, model, overwrite=overwrite, argument="--out")
+        _check_conversions(conversions, model)
+        step, before = VocabularyStep(model, _data(text, model), words, windows), _num_bytes(model)
+        cut = step.run(_trainer(accelerator), console)
+        save_cut(step.model, out, overwrite=overwrite)
+    record(out, perplexity={step.text: cut}, model=str(out))
+    table = table_of_words(step.model.vocabulary, [before, _num_bytes(model)])
+    try:
+        for conversion in conversions:
+            table.add_row(str(conversion.out), "", "", memory(conversion.convert(out)))
+    finally:  # also if a conversion fails: the model is saved
+        console.print(table)
+        console.print(sentences(step.model.vocabulary, step.text))
+
+
+def _trainer(accelerator: str) -> Trainer:
+    return Trainer(
+        accelerator=accelerator,
+        logger=False,
+        enable_model_summary=False,
+        enable_progress_bar=sys.stdout.isatty(),
+    )
+
+
+def _num_bytes(model: CausalLM | TextModel) -> int:
+    """Return the bytes of the parameters."""
+    return sum(parameter.nbytes for parameter in model.model.parameters())
 
 
 def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
@@ -229,12 +307,7 @@ class _Subject:
     ) -> None:
         self.model, self.data, self._settings = model, data, settings
         self.plan = plan_for(model, settings)
-        self.trainer = Trainer(
-            accelerator=accelerator,
-            logger=False,
-            enable_model_summary=False,
-            enable_progress_bar=sys.stdout.isatty(),
-        )
+        self.trainer = _trainer(accelerator)
         data.tokenizer = data.tokenizer or model.tokenizer
         data.fit_to(model.model.config)
         self.windows = data.windows("test", windows)
@@ -246,11 +319,6 @@ class _Subject:
             self.num_samples = len(calibration)
             self.text = f"held-out part of {data.calibration_source}"
         self.seconds = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the parameters."""
-        return sum(parameter.nbytes for parameter in self.model.model.parameters())
 
     def take_fewer_windows(self) -> None:
         """Take as many windows of own text as the widest layer needs.

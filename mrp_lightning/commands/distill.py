@@ -60,6 +60,13 @@ def main(args: list[str]) -> None:
             "the pruning: `mrp-lightning prune RUN-distilled --pattern 2:4 --bits 4`.",
             "RUN",
         )
+    if report.vocabulary and options.teacher is None:
+        raise OptionError(
+            f"the vocabulary of {run} was cut in the run that pruned it, so that its dense model "
+            "has other words. Cut the vocabulary alone first, prune the result, and distil that; "
+            "or name a dense model of the same words.",
+            "teacher",
+        )
     options.teacher = options.teacher or config.get("base_model")
     if options.teacher is None:
         raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")

@@ -66,39 +66,50 @@ def main(args: list[str]) -> None:
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.callbacks import PruningCallback
-    from mrp_lightning.commands.comparison import prune_and_compare
+    from mrp_lightning.commands.comparison import cut_and_compare, prune_and_compare
     from mrp_lightning.records import evaluation
     from mrp_lightning.signals import interruptible, unclaimed_signals
+    from mrp_lightning.storage.files import output_path
     from mrp_lightning.terminal import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console, problem = Console(width=None if sys.stdout.isatty() else 100), None
     values = vars(options)
     with (
         interruptible(unclaimed_signals(), at_once=True),
         parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):
-        conversions = _conversions(options, out, settings.recipe.grid)
+        conversions = _conversions(options, out, settings and settings.recipe.grid)
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
-        callback = PruningCallback(
-            save_dir=out,
-            overwrite=options.overwrite,
-            resume=not options.restart,
-            **{name: getattr(settings, name) for name in _SETTINGS},
-        )
-        distilled = _distilled(options, callback, files)
-        problem = prune_and_compare(
-            {key: values[key] for key in _OF_MODEL},
-            text | {"train_files": files},
-            callback,
-            conversions,
-            windows=options.eval_samples,
-            accelerator=options.accelerator,
-            console=console,
-            distilled=distilled,
-        )
-    assert callback.save_dir is not None
-    is_causal = bool(evaluation.read(callback.save_dir).perplexity)  # encoders have none
+        source = {key: values[key] for key in _OF_MODEL}
+        text |= {"train_files": files}
+        alike = {
+            "windows": options.eval_samples,
+            "accelerator": options.accelerator,
+            "console": console,
+        }
+        if settings is None:
+            overwrite = options.overwrite
+            cut_and_compare(
+                source, text, options.vocabulary, out, conversions, overwrite=overwrite, **alike
+            )
+        else:
+            callback = PruningCallback(
+                save_dir=out,
+                overwrite=options.overwrite,
+                resume=not options.restart,
+                **{name: getattr(settings, name) for name in _SETTINGS},
+            )
+            problem = prune_and_compare(
+                source,
+                text,
+                callback,
+                conversions,
+                words=options.vocabulary,
+                distilled=_distilled(options, callback, files),
+                **alike,
+            )
+    is_causal = bool(evaluation.read(output_path(out)).perplexity)  # encoders have none
     steps = _next_steps(out, conversions, settings, is_causal)
     console.print(problem or steps, soft_wrap=True)
 
@@ -114,17 +125,31 @@ def _first_checks(options: Namespace) -> None:
         require_extra("torchao", "`--format torchao`")
 
 
-def _settings(options: Namespace) -> "Settings":
-    """Return the settings for the options, checked before anything is loaded."""
+def _settings(options: Namespace) -> "Settings | None":
+    """Return the settings for the options, checked before anything is loaded.
+
+    The result is `None` if nothing is pruned, but the vocabulary cut.
+    """
+    if options.vocabulary is not None:
+        _check_vocabulary(options)
     if options.method is not None and options.recipe is not None:
         raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
     values = {name: getattr(options, name) for name in _SETTINGS}
     chosen = {name: value for name, value in values.items() if value is not None}
     if not chosen.keys() & {"pattern", "sparsity", "bits", "grid", "head_grid"}:
+        if options.vocabulary is not None:
+            if others := [*chosen, *(["recipe"] if options.recipe else [])]:
+                raise OptionError(
+                    "alone it cuts the vocabulary and prunes nothing, so that "
+                    f"{', '.join(f'`{name}`' for name in others)} would mean nothing. Leave this "
+                    "out, or give `--sparsity` or `--pattern`.",
+                    "vocabulary",
+                )
+            return None
         raise OptionError(
             "`prune` needs one of `--pattern` (such as 2:4: two of every four weights are kept) "
             "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits`, "
-            "`--grid` or `--head-grid`, with either of them or alone."
+            "`--grid` or `--head-grid`, with either of them or alone, or `--vocabulary`."
         )
     # Options that the user gives override the recipe's, so `chosen` holds only options that are
     # set: a default would undo the recipe.
@@ -144,6 +169,21 @@ def _settings(options: Namespace) -> "Settings":
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
             arguments["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
     return Settings(**arguments)
+
+
+def _check_vocabulary(options: Namespace) -> None:
+    """Raise an OptionError if the vocabulary is to be cut without a text, or before distillation."""
+    if not options.train_files:
+        raise OptionError(
+            "it keeps the words that a text needs. Give the text by `--text FILE`.", "vocabulary"
+        )
+    if options.distill is not None:
+        raise OptionError(
+            "the dense model, which it learns from, has all of its words. Cut the vocabulary alone "
+            "first (`--vocabulary N --out DIR`), and then prune and distil DIR, whose dense model "
+            "has the same words.",
+            "distill",
+        )
 
 
 def _distilled(
@@ -205,7 +245,9 @@ def _conversions(options: Namespace, out: Path, grid: "Grid | None") -> list["Co
     if options.gguf:
         if options.gguf.suffix != ".gguf":
             raise OptionError(f"expected a file that ends in .gguf. Got {options.gguf}.", "gguf")
-        like = ["--like", options.model] if options.model.endswith(".gguf") else []
+        # The file's tokenizer has all of its words.
+        is_like = options.model.endswith(".gguf") and options.vocabulary is None
+        like = ["--like", options.model] if is_like else []
         conversions.append(Conversion("gguf", options.gguf, [*like, *again]))
     return conversions
 
@@ -223,31 +265,36 @@ def _from_standard_input(files: Sequence[str] | None) -> Iterator[list[str] | No
         yield [str(file) if name == "-" else name for name in files]
 
 
-def _default_out(options: Namespace, settings: "Settings") -> Path:
+def _default_out(options: Namespace, settings: "Settings | None") -> Path:
     """Return a directory in the working directory such as `opt-125m-2of4`."""
     name = Path(options.model).expanduser().resolve().name.removesuffix(".gguf")
     amount = options.pattern or (f"{100 * options.sparsity:g}" if options.sparsity else None)
-    bits = f"{settings.bits}bit" if options.bits else None
+    bits = f"{settings.bits}bit" if settings is not None and options.bits else None
+    words = f"{options.vocabulary}words" if options.vocabulary else None
     head = f"head-{options.head_grid}" if options.head_grid else None
-    parts = [name, amount, options.structure, options.grid or bits, head, options.recipe]
+    parts = [name, words, amount, options.structure, options.grid or bits, head, options.recipe]
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _conversion_for(settings: "Settings") -> str:
+def _conversion_for(settings: "Settings | None") -> str:
     """Return the command that converts a pruned model for what runs it."""
+    if settings is None:
+        return "gguf"
     grid = settings.recipe.grid
     is_of_llama_cpp = grid is not None and grid.engine == "llama.cpp"
     return "gguf" if settings.structure is not None or is_of_llama_cpp else "export"
 
 
 def _next_steps(
-    out: Path, conversions: "Sequence[Conversion]", settings: "Settings", is_causal: bool
+    out: Path, conversions: "Sequence[Conversion]", settings: "Settings | None", is_causal: bool
 ) -> str:
     """Return the next steps as commands."""
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
     kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"
-    lines = [f"The pruned model is in {out}; {kind}.from_pretrained loads it. Next:"]
+    lines = [
+        f"The {'pruned' if settings else 'smaller'} model is in {out}; {kind}.from_pretrained loads it. Next:"
+    ]
     for conversion in conversions:
         result = shlex.quote(str(conversion.out))
         if conversion.command == "gguf":
@@ -313,6 +360,9 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     text += "which also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=text)
     _add_settings(parser, with_help=not {"-h", "--help"}.isdisjoint(args))
+    text = "first cut the vocabulary to the N words that the text needs most, bytes and special "
+    text += "tokens included; alone, nothing is pruned"
+    option("--vocabulary", type=number_from(1), metavar="N", help=text)
     text = "then train what is kept on N tokens, as `distill` does: before it is put on few bits"
     option("--distill", type=number_from(1), metavar="N", help=text)
     group = parser.add_argument_group("text")

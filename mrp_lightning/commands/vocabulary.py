@@ -7,8 +7,7 @@ from typing import Any
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from mrp_lightning.commands import comparison_texts as texts
-from mrp_lightning.commands.numbers import number
+from mrp_lightning.commands.numbers import memory, number
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -57,8 +56,8 @@ class VocabularyStep:
         self.windows = data.windows("test", windows)
         self.text = f"held-out part of {data.calibration_source}"
 
-    def run(self, trainer: Trainer, console: Console) -> tuple[Scores, Scores]:
-        """Cut the vocabulary in place; return the scores of the model before and after.
+    def run(self, trainer: Trainer, console: Console) -> Scores:
+        """Cut the vocabulary in place; return the scores after it.
 
         The record of the module gets `held_out`.
         """
@@ -73,7 +72,7 @@ class VocabularyStep:
             "bytes": [dense["bytes"], cut["bytes"]],
             **{key: [dense[key], cut[key]] for key in ("bytes_per_token", "bits_per_byte")},
         }
-        return dense, cut
+        return cut
 
     def _evaluate(self, trainer: Trainer, console: Console, subject: str) -> Scores:
         console.print(f"Evaluating the {subject} on the {self.text} …")
@@ -108,17 +107,16 @@ def _bytes(windows: Windows, tokenizer: Any) -> list[int]:
     return [sum(sizes[token] for token in row) for row in rows]
 
 
-def table(record: Mapping[str, Any], sizes: Sequence[texts.Size]) -> Table:
-    """Return a table of a model before and after the cut of its vocabulary."""
+def table(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
+    """Return a table of a model of `sizes` bytes before and after the cut of its vocabulary."""
     rows, held_out = Table(), record["held_out"]
     rows.add_column("model", overflow="fold")
-    for column in ("bits a byte", "bytes a token", "weights", "ms a token"):
+    for column in ("bits a byte", "bytes a token", "weights"):
         rows.add_column(column, justify="right")
     names = [f"{record['words']:,} words", f"{record['kept']:,} words"]
-    for name, bits, per_token, size in zip(
-        names, held_out["bits_per_byte"], held_out["bytes_per_token"], sizes, strict=True
-    ):
-        rows.add_row(name, f"{bits:.4f}", f"{per_token:.3f}", *texts.cells(size))
+    figures = zip(names, held_out["bits_per_byte"], held_out["bytes_per_token"], sizes, strict=True)
+    for name, bits, per_token, size in figures:
+        rows.add_row(name, f"{bits:.4f}", f"{per_token:.3f}", memory(size))
     return rows
 
 

@@ -139,7 +139,7 @@ class Vocabulary:
 
     def cut(self, number: Mapping[int, int]) -> dict[str, Any]:
         """Return the content of a tokenizer.json of kept words, by their new numbers."""
-        model = self.content["model"]
+        model, cut = self.content["model"], dict[str, Any]()
         if model["type"] == "Unigram":
             listed = [word for old, word in enumerate(model["vocab"]) if old in number]
             unknown = model["unk_id"]

@@ -243,7 +243,8 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the earlier prunings of the model in a directory, from its report, if it has one.
 
     Each has those of `method`, `structure`, `sparsity`, `pattern`, `bits`, `head_grid` and
-    `vocabulary` that were set; the earliest comes first. A report that cannot be read is ignored, with a warning.
+    `vocabulary` that were set; the earliest comes first. A report that cannot be read is ignored,
+    with a warning.
     """
     file = Path(directory) / NAME
     if not file.is_file():
