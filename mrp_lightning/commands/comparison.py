@@ -18,8 +18,7 @@ from mrp_lightning.commands.distillation import DistilledPruning
 from mrp_lightning.commands.main import command_named
 from mrp_lightning.commands.numbers import memory, number, percent, perplexity
 from mrp_lightning.commands.quiet import quiet_lightning
-from mrp_lightning.commands.vocabulary import VocabularyStep, sentences
-from mrp_lightning.commands.vocabulary import table as table_of_words
+from mrp_lightning.commands.vocabulary import VocabularyStep
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.errors import DataError, OptionError, counted
@@ -96,8 +95,8 @@ def prune_and_compare(
 ) -> str | None:
     """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
 
-    Arguments and text are checked before the first evaluation. The scores are also recorded in
-    `evaluation.json`, in the directory of the pruned model.
+    Arguments and text are checked before the first evaluation. `evaluation.json`, in the directory
+    of the pruned model, has the scores, too.
 
     Args:
         source: The arguments of `CausalLM` that name the model.
@@ -109,8 +108,8 @@ def prune_and_compare(
         windows: The largest number of windows to evaluate on.
         accelerator: The accelerator, as Lightning names it.
         console: The console for progress and results.
-        words: The number of words to which the vocabulary is cut first; `None` leaves it. The model
-            is then compared with that of fewer words.
+        words: The number of words to which the vocabulary is cut first, `None` for no cut. Pruned
+            and dense model are then those of these words.
         distilled: The distillation after the pruning; `None` for none.
 
     Returns:
@@ -125,20 +124,14 @@ def prune_and_compare(
     # Each step needs the one before: the plan needs the model, the estimate of the time needs the
     # speed of the first evaluation, and only then hours of work begin.
     with quiet_lightning():
-        _data(text)  # refuses missing files before a model is loaded
         console.print(f"Loading {source['model']} …")
-        model = _load(source, text)
+        model, data = _load(source, text)
         check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
         _check_conversions(conversions, model)
         if words is not None:
             plan_for(model, prune.settings)  # refuses what cannot be pruned before the cut
-            step = VocabularyStep(model, _data(text, model), words, windows)
-            before = _num_bytes(model)
-            step.run(_trainer(accelerator), console)
-            console.print(table_of_words(step.model.vocabulary, [before, _num_bytes(model)]))
-            console.print(sentences(step.model.vocabulary, step.text))
-            text = {key: value for key, value in text.items() if key != "tokenizer"}
-        subject = _Subject(model, _data(text, model), prune.settings, windows, accelerator)
+            VocabularyStep(model, data, words, windows).run(_trainer(accelerator), console)
+        subject = _Subject(model, data, prune.settings, windows, accelerator)
         if not text["train_files"] and "num_samples" not in text:
             subject.take_fewer_windows()
         if distilled is not None:
@@ -207,22 +200,16 @@ def cut_and_compare(
     """
     require_accelerator(accelerator)
     with quiet_lightning():
-        _data(text)
         console.print(f"Loading {source['model']} …")
-        model = _load(source, text)
+        model, data = _load(source, text)
         check_save_dir(out, model, overwrite=overwrite, argument="--out")
         _check_conversions(conversions, model)
-        step, before = VocabularyStep(model, _data(text, model), words, windows), _num_bytes(model)
-        cut = step.run(_trainer(accelerator), console)
+        step = VocabularyStep(model, data, words, windows)
+        scores = step.run(_trainer(accelerator), console)
         save_cut(step.model, out, overwrite=overwrite)
-    record(out, perplexity={step.text: cut}, model=str(out))
-    table = table_of_words(step.model.vocabulary, [before, _num_bytes(model)])
-    try:
-        for conversion in conversions:
-            table.add_row(str(conversion.out), "", "", memory(conversion.convert(out)))
-    finally:  # also if a conversion fails: the model is saved
-        console.print(table)
-        console.print(sentences(step.model.vocabulary, step.text))
+    record(out, perplexity={step.text: scores}, model=str(out))
+    for conversion in conversions:
+        console.print(f"{conversion.out}: {memory(conversion.convert(out))}")
 
 
 def _trainer(accelerator: str) -> Trainer:
@@ -239,8 +226,16 @@ def _num_bytes(model: CausalLM | TextModel) -> int:
     return sum(parameter.nbytes for parameter in model.model.parameters())
 
 
-def _load(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
-    """Load a causal language model as a `CausalLM`, any other model as a `TextModel`."""
+def _load(
+    source: Mapping[str, Any], text: Mapping[str, Any]
+) -> tuple[CausalLM | TextModel, TextDataModule]:
+    """Load a causal language model as a `CausalLM`, any other as a `TextModel`, and its text."""
+    _data(text)  # refuses missing files before a model is loaded
+    model = _load_model(source, text)
+    return model, _data(text, model)
+
+
+def _load_model(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM | TextModel:
     hub = {key: source[key] for key in ("revision", "trust_remote_code")}
     location = located(source["model"], source["gguf_file"], source["revision"])
     if find_gguf(location) is not None or is_causal(load_config(location, **hub)):

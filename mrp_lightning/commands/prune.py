@@ -172,7 +172,7 @@ def _settings(options: Namespace) -> "Settings | None":
 
 
 def _check_vocabulary(options: Namespace) -> None:
-    """Raise an OptionError if the vocabulary is to be cut without a text, or before distillation."""
+    """Raise an OptionError if a vocabulary is to be cut without text, or before distillation."""
     if not options.train_files:
         raise OptionError(
             "it keeps the words that a text needs. Give the text by `--text FILE`.", "vocabulary"
@@ -292,9 +292,8 @@ def _next_steps(
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
     kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"
-    lines = [
-        f"The {'pruned' if settings else 'smaller'} model is in {out}; {kind}.from_pretrained loads it. Next:"
-    ]
+    subject = "smaller" if settings is None else "pruned"
+    lines = [f"The {subject} model is in {out}; {kind}.from_pretrained loads it. Next:"]
     for conversion in conversions:
         result = shlex.quote(str(conversion.out))
         if conversion.command == "gguf":

@@ -57,11 +57,12 @@ class VocabularyStep:
         self.text = f"held-out part of {data.calibration_source}"
 
     def run(self, trainer: Trainer, console: Console) -> Scores:
-        """Cut the vocabulary in place; return the scores after it.
+        """Cut the vocabulary in place, and print what that costs; return the scores after it.
 
         The record of the module gets `held_out`.
         """
         model, data = self.model, self.data
+        sizes = [sum(parameter.nbytes for parameter in model.parameters())]
         dense = self._evaluate(trainer, console, "dense model")
         console.print(f"Counting the words of {data.calibration_source} …")
         cut_vocabulary(model, self.size, data.documents("train"))
@@ -72,6 +73,9 @@ class VocabularyStep:
             "bytes": [dense["bytes"], cut["bytes"]],
             **{key: [dense[key], cut[key]] for key in ("bytes_per_token", "bits_per_byte")},
         }
+        sizes.append(sum(parameter.nbytes for parameter in model.parameters()))
+        console.print(_table(model.vocabulary, sizes))
+        console.print(_sentences(model.vocabulary, self.text))
         return cut
 
     def _evaluate(self, trainer: Trainer, console: Console, subject: str) -> Scores:
@@ -107,7 +111,7 @@ def _bytes(windows: Windows, tokenizer: Any) -> list[int]:
     return [sum(sizes[token] for token in row) for row in rows]
 
 
-def table(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
+def _table(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
     """Return a table of a model of `sizes` bytes before and after the cut of its vocabulary."""
     rows, held_out = Table(), record["held_out"]
     rows.add_column("model", overflow="fold")
@@ -120,7 +124,7 @@ def table(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
     return rows
 
 
-def sentences(record: Mapping[str, Any], text: str) -> str:
+def _sentences(record: Mapping[str, Any], text: str) -> str:
     """Return sentences on what was measured, what it costs on other text, and what is proven."""
     held_out, proof = record["held_out"], record["proof"]
     times = {name: after / max(before, 1) for name, (before, after) in record["tokens"].items()}
