@@ -121,8 +121,7 @@ def prune_and_compare(
     """
     assert prune.save_dir is not None
     require_accelerator(accelerator)
-    # Each step needs the one before: the plan needs the model, the estimate of the time needs the
-    # speed of the first evaluation, and only then hours of work begin.
+    # Each step needs the one before: the plan a model, the estimate the speed of an evaluation.
     with quiet_lightning():
         console.print(f"Loading {source['model']} …")
         model, data = _load(source, text)
@@ -158,13 +157,9 @@ def prune_and_compare(
         table.add_row(f"{amount(prune.settings)}, distilled", *_quality(dense, final))
     subject.record(prune.save_dir, dense, final)
     try:
-        for conversion in conversions:
-            size = conversion.convert(prune.save_dir)
-            table.add_row(str(conversion.out), "", "", "", memory(size))
+        _convert(conversions, prune.save_dir, table)
     finally:  # also if a conversion fails: the pruned model is saved
-        console.print(table)
-        read = f"{counted(len(subject.windows), 'window')} of {dense['context']} tokens"
-        console.print(f"Evaluated on {read} of the {subject.text}.")
+        console.print(table, subject.evaluated)
     return why_useless(dense, final)
 
 
@@ -210,6 +205,12 @@ def cut_and_compare(
     record(out, perplexity={step.text: scores}, model=str(out))
     for conversion in conversions:
         console.print(f"{conversion.out}: {memory(conversion.convert(out))}")
+
+
+def _convert(conversions: Sequence[Conversion], directory: Path, table: Table) -> None:
+    """Convert a pruned model, and add a row for each result."""
+    for conversion in conversions:
+        table.add_row(str(conversion.out), "", "", "", memory(conversion.convert(directory)))
 
 
 def _trainer(accelerator: str) -> Trainer:
@@ -355,6 +356,13 @@ class _Subject:
         self.seconds = time.perf_counter() - start
         (scores,) = self.model.evaluation.values()
         return scores
+
+    @property
+    def evaluated(self) -> str:
+        """A sentence on the text of the evaluation."""
+        context = self.windows.ids.shape[1]
+        read = f"{counted(len(self.windows), 'window')} of {context} tokens"
+        return f"Evaluated on {read} of the {self.text}."
 
     def expectation(self) -> str:
         """Return a sentence on the expected time and memory, by the speed of the last evaluation.
