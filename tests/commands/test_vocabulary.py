@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from export.to_gguf import main as to_gguf
-from mrp_lightning import CausalLM, OptionError, cut_vocabulary
+from mrp_lightning import CausalLM, OptionError, TextDataModule, cut_vocabulary
 from mrp_lightning.commands.main import main
 from mrp_lightning.records.evaluation import read
 from mrp_lightning.records.report import PruningReport
@@ -34,8 +34,8 @@ def held_out(directory, text, num_bytes):
     """Bits a byte of as many bytes of the last tenth, by transformers' own loss."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    whole = text.read_text()
-    ids = tokenizer(whole[len(whole) - len(whole) // 10 :], add_special_tokens=False).input_ids
+    (rest,) = TextDataModule(train_files=text, hold_out=True).documents("test")
+    ids = tokenizer(rest, add_special_tokens=False).input_ids
     nats, tokens, read_bytes = 0.0, 0, 0
     while read_bytes < num_bytes:
         window, ids = torch.tensor([ids[:32]]), ids[32:]
@@ -69,8 +69,7 @@ def test_alone_nothing_else_changes(tiny_llama, text, capsys):
     assert not report.layers
     assert (record["words"], record["kept"], record["rows"]) == (len(vocabulary), 700, 2048)
     assert record["model_weights"] == [sum(p.numel() for p in m.parameters()) for m in (dense, cut)]
-    start = text.read_text()
-    start = start[: len(start) - len(start) // 10]
+    (start,) = TextDataModule(train_files=text, hold_out=True).documents("train")
     counted = [len(t(start, add_special_tokens=False).input_ids) for t in (whole, smaller)]
     assert record["tokens"]["the text"] == counted
     assert record["tokens"]["German (UDHR, article 1)"][1] > 60
@@ -153,16 +152,14 @@ def test_from_python(tiny_llama, text):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--vocabulary=700"], "Give the text by `--text FILE`"),
-        (["--vocabulary=700", "--text=x", "--distill=1000"], "Cut the vocabulary alone first"),
-        (
-            ["--vocabulary=700", "--text=x", "--method=SM"],
-            "alone it cuts the vocabulary and prunes",
-        ),
-        (["--vocabulary=0", "--text=x"], "--vocabulary"),
+        ([], "Give the text by `--text FILE`"),
+        (["--text=text.txt", "--distill=1000"], "Cut the vocabulary alone first"),
+        (["--text=text.txt", "--method=SM"], "alone it cuts the vocabulary and prunes nothing"),
     ],
 )
-def test_mistakes_are_told_before_the_model_is_loaded(options, said, capsys):
+def test_mistakes_are_told_before_the_model_is_loaded(options, said, tiny_llama, text, capsys):
     with pytest.raises(SystemExit):
-        main(["prune", "./no-such-model", *options])
-    assert said in " ".join(capsys.readouterr().err.split())
+        main(["prune", str(tiny_llama), "--vocabulary=700", *options])
+    shown = capsys.readouterr()
+    assert said in " ".join(shown.err.split())
+    assert "Loading" not in shown.out
