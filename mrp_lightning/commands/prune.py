@@ -79,7 +79,8 @@ def main(args: list[str]) -> None:
         parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):
-        conversions = _conversions(options, out, settings and settings.recipe.grid)
+        grid = None if settings is None else settings.recipe.grid
+        conversions = _conversions(options, out, grid)
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
         source = {key: values[key] for key in _OF_MODEL}
         text |= {"train_files": files}

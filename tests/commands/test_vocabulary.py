@@ -79,7 +79,7 @@ def test_alone_nothing_else_changes(tiny_llama, text, capsys):
         assert size == measured["bytes"][i]
         assert of_token == pytest.approx(measured["bytes_per_token"][i])
         assert bits == pytest.approx(measured["bits_per_byte"][i], rel=1e-4)
-        assert f"{bits:.3f}" in shown
+        assert f"{measured['bits_per_byte'][i]:.4f}" in shown
     assert abs(measured["bytes"][0] - measured["bytes"][1]) <= 32 * measured["bytes_per_token"][1]
     (scores,) = read("words").perplexity.values()
     assert scores["bits_per_byte"] == measured["bits_per_byte"][1]
