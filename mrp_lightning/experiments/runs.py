@@ -11,7 +11,7 @@ from mrp_lightning.experiments.trials import Trial, method_rank
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.report import PruningReport, is_of_vocabulary_alone
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_json, read_as, read_json
@@ -166,10 +166,14 @@ def read_run(directory: Path, name: str) -> RunDirectory:
     exported = None
     if (directory / _EXPORT).is_file():
         exported = str(read_json(directory / _EXPORT, "export again").get("format"))
+    pruning = PruningReport.load(pruned) if pruned.is_file() else None
+    # A model of fewer words is dense, and the figures of its report are not those of a pruning.
+    if pruning is not None and is_of_vocabulary_alone(pruning.config):
+        pruning = None
     return RunDirectory(
         directory=directory,
         name=name,
-        report=PruningReport.load(pruned) if pruned.is_file() else None,
+        report=pruning,
         evaluation=records.read(directory) if scores.is_file() else Evaluation(),
         finished=FinishedTrial.load(trial) if trial.is_file() else None,
         exported=exported,
