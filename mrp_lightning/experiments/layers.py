@@ -11,10 +11,7 @@ from mrp_lightning.experiments.pictures import Part, Picture, Scale, draw_lines,
 from mrp_lightning.experiments.scores import Table
 
 _LOSS = Scale("relative loss", numbers.relative_loss)
-_LOSS_TEXT = (
-    "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². Shades span "
-    "the runs of a result."
-)
+_LOSS_TEXT = "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖²."
 _ERROR_TEXT = (
     "The error is ‖y − y_d‖² / ‖y_d‖² over the windows that tuning did not see, for the "
     "outputs y of the block and y_d of the block in the dense model."
@@ -53,7 +50,7 @@ def loss_part(model: ModelRuns) -> Part | None:
 
 
 def _by_block(model: ModelRuns, losses: pd.DataFrame) -> Iterator[Picture]:
-    """Yield a picture for each setting: a line for each group, with a band over its runs."""
+    """Yield a picture for each setting: a line for each group, the mean over its runs."""
     # Sorted by list and number; the layers outside of blocks, whose block is "", come last.
     numbered = {block: stack_and_number(block) for block in dict.fromkeys(losses["block"])}
     lists = [stack for stack, _ in numbered.values()]
@@ -63,18 +60,11 @@ def _by_block(model: ModelRuns, losses: pd.DataFrame) -> Iterator[Picture]:
     if len(blocks) < 2:
         return
     methods = {group.label: group.method for group in model.originals}
-    # The mean over layers is taken within a run first. The band then spans runs, and not layers.
-    by_block = losses.groupby(["setting", "label", "run", "block"], sort=False)["loss"]
-    for setting, values in by_block.mean().groupby(level="setting", sort=False):
-        of_runs = values.groupby(["block", "label"], sort=False)
-        labels = list(dict.fromkeys(values.index.get_level_values("label")))
-        mean, low, high = (
-            getattr(of_runs, end)().unstack().reindex(index=blocks, columns=labels)
-            for end in ("mean", "min", "max")
-        )
+    by_block = losses.groupby(["setting", "block", "label"], sort=False)["loss"].mean()
+    for setting, means in by_block.groupby(level="setting", sort=False):
+        lines = means.droplevel("setting").unstack(sort=False).reindex(index=blocks)
         caption = f"Relative loss, mean over the layers of a block, by block at {setting}."
-        band = (low, high) if of_runs.size().max() > 1 else None
-        yield draw_lines(caption, mean, methods, _LOSS, band=band)
+        yield draw_lines(caption, lines, methods, _LOSS)
 
 
 def block_part(model: ModelRuns) -> Part | None:

@@ -132,7 +132,6 @@ def draw_lines(
     scale: Scale,
     *,
     across: str | None = None,
-    band: tuple[pd.DataFrame, pd.DataFrame] | None = None,
 ) -> Picture:
     """Draw a named line for each column of a table over its index.
 
@@ -142,7 +141,6 @@ def draw_lines(
         methods: The method of each label.
         scale: The axis of the values.
         across: The name of the axis of the index; `None` if the index holds blocks.
-        band: The lower and the upper ends of a shaded area around each line.
     """
     is_number = pd.api.types.is_numeric_dtype(values.index)
     positions = list(values.index) if is_number else list(range(len(values)))
@@ -156,9 +154,6 @@ def draw_lines(
             # Without missing values, which would interrupt the line.
             line = pd.Series(values[label].to_numpy(), positions).dropna()
             axes.plot(line.index, line, label=label, **style)
-            for low, high in [band] if band else []:
-                area: Any = {"color": style["color"], "alpha": 0.18, "linewidth": 0}
-                axes.fill_between(positions, low[label], high[label], **area)
         if across is None:
             _set_block_axis(axes, list(values.index))
         elif is_number:
@@ -166,8 +161,7 @@ def draw_lines(
         else:
             _set_category_axis(axes, list(values.index))
         axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
-        shown = pd.concat([values, *(band or ())]).stack().dropna()
-        set_value_axis(axes, "y", list(shown), zero=scale.zero)
+        set_value_axis(axes, "y", list(values.stack().dropna()), zero=scale.zero)
         if len(values.columns) > 1:
             figure.legend(loc="outside lower left", frameon=False)
         return figure

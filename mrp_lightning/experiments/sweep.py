@@ -209,7 +209,7 @@ class Sweep:
             parse_setting(setting, method, size)
         seeds = self.seeds if recipe or sees_inputs(setting, method) else [None]
         changes: list[ChangedOption | None] = [
-            ChangedOption(key, value) for key, values in self.vary.items() for value in values
+            ChangedOption.of(key, value) for key, values in self.vary.items() for value in values
         ] or [None]
         return [
             Trial(model, setting, method, size, seed, changed, name if recipe else None)

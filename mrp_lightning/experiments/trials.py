@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -54,19 +54,22 @@ class ChangedOption:
 
     Attributes:
         key: The dotted key of the option, such as `data.num_samples`.
-        value: The new value, which may be a list or a mapping.
-        text: The value as JSON, which makes changes comparable.
+        text: The new value as JSON with sorted keys, which makes changes comparable: trials are
+            keys of dicts, and a list has no hash.
     """
 
     key: str
-    value: Any = field(compare=False)
-    text: str = field(init=False, repr=False)
+    text: str
 
-    def __post_init__(self) -> None:
-        # Values may be lists, which have no hash, and trials are keys of dicts. So the text stands
-        # for the value in comparisons, with sorted keys, since the order of a mapping has no
-        # meaning.
-        object.__setattr__(self, "text", json.dumps(self.value, sort_keys=True, default=str))
+    @classmethod
+    def of(cls, key: str, value: Any) -> "ChangedOption":
+        """Return the change of an option to a value, which may be a list or a mapping."""
+        return cls(key, json.dumps(value, sort_keys=True, default=str))
+
+    @property
+    def value(self) -> Any:
+        """The new value."""
+        return json.loads(self.text)
 
     @property
     def option(self) -> str:

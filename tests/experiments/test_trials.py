@@ -228,7 +228,9 @@ def test_any_value_can_be_varied(tmp_path):
 
 
 def test_a_plain_value_is_the_name_of_its_directory():
-    names = [ChangedOption("a.damping", value).name for value in (0.0001, 16, "wikitext2", 1e-05)]
+    names = [
+        ChangedOption.of("a.damping", value).name for value in (0.0001, 16, "wikitext2", 1e-05)
+    ]
     assert names == ["damping=0.0001", "damping=16", "damping=wikitext2", "damping=1e-05"]
 
 
