@@ -118,7 +118,7 @@ class LayerChoice:
 
     @property
     def count(self) -> int:
-        """Number of elements of the packed `weight`, for formats with a variable number."""
+        """Elements of the packed `weight`: bytes of codes for `bitmask4`, else kept values."""
         return self.code_bytes if self.form is BITMASK4 else self.kept
 
     def matrix(self, tensor: Tensor) -> Tensor:

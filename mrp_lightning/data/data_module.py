@@ -329,7 +329,10 @@ class TextDataModule(LightningDataModule):
         return self._loader(self.calibration_windows())
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the consecutive windows of the training text, shuffled anew in every epoch."""
+        """Return a loader of the training text's consecutive windows, in a new order each epoch.
+
+        A batch is a tensor of token ids, int64 (batch_size, sequence_length).
+        """
         text = self._text("train")
         windows = self._cutter(text.bos).consecutive("train", text.documents("train"))
         # A generator of its own: the order depends on `seed` alone, not on random numbers that were
@@ -338,11 +341,15 @@ class TextDataModule(LightningDataModule):
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """Return the windows of the validation split, or the test texts of `evaluation` by name."""
+        """Return a loader of the validation text's windows, (batch_size, sequence_length).
+
+        With `evaluation` there is one for each of its published texts, by name, of the test split:
+        they have no validation text of their own here.
+        """
         return self._evaluation_loaders("validation")
 
     def test_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """Return the windows of the test split, or the test texts of `evaluation` by name."""
+        """Return a loader of the test text's windows; with `evaluation` one for each, by name."""
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:

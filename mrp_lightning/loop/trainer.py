@@ -36,7 +36,8 @@ from mrp_lightning.upstream.torch_names import uncompiled
 class Trainer(pl.Trainer):
     """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
 
-    Checkpoints are loaded as by `TensorsOnly`, unless a plugin replaces Lightning's own loading.
+    From checkpoints only tensors and plain containers are unpickled, unless `weights_only` is false
+    or a plugin replaces Lightning's own loading.
 
     Args:
         devices: The number of accelerators, or their indices. With `strategy="ddp"`, several

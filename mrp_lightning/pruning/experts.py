@@ -40,7 +40,9 @@ Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 
 
 class ExpertRemover(Remover):
-    """Set the second matrices of whole experts to zero, chosen by the measured loss of sets.
+    """Set the matrices W₂ of whole experts to zero, which then add nothing to the output.
+
+    The experts are chosen by the measured loss of sets of them.
 
     Args:
         structure: The experts, and the number of them that is removed.

@@ -92,7 +92,15 @@ class BlockResult:
         return replace(self, layers=layers)
 
     def with_weights_of(self, layers: Iterable[Layer], tuned: Iterable[Layer]) -> "BlockResult":
-        """Return the result with the parameters, not copies, of pruned `layers` and of `tuned`."""
+        """Return a copy of this result whose `weights` are those that the model has now.
+
+        Args:
+            layers: The layers of the block, of which the pruned ones count.
+            tuned: Other layers whose weights block tuning changed.
+
+        Returns:
+            The copy; its tensors share the memory of the parameters, and this result is unchanged.
+        """
         changed = [*self.pruned(layers), *tuned]
         weights = {layer.parameter_name: layer.parameter.detach() for layer in changed}
         return replace(self, weights=weights)

@@ -33,6 +33,10 @@ class ColumnSolution(Quality):
         weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
             +0.0.
         removed: bool (groups,), True = removed, for each group of columns.
+        damping_used: The λ that was added to the diagonal of the Hessian.
+        damping_ratio: λ relative to the mean of that diagonal.
+        dead_inputs: The number of columns whose inputs are all zero.
+        swaps: The number of exchanges of a removed and a kept group after the greedy choice.
         greedy_loss: The damped loss of the optimum before the swaps; `None` for methods other than
             SM.
         optimal_loss: The damped loss of the optimum for `removed`, to which `gap` is the distance;
@@ -196,6 +200,10 @@ class _ColumnChoice:
         damped: The damped Hessian, float64; `None` if the method does not compensate.
         column_set: The set with the matrices that its compensation needs; `None` likewise.
         swaps: The number of exchanges that led to the set.
+        damping_used: The λ that was added to the diagonal of the Hessian.
+        damping_ratio: λ relative to the mean of that diagonal.
+        dead_inputs: The number of columns whose inputs are all zero.
+        swaps: The number of exchanges of a removed and a kept group after the greedy choice.
         greedy_loss: The damped loss before the exchanges; `None` for a ranked set.
     """
 

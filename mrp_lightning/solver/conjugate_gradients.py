@@ -25,7 +25,7 @@ zero elsewhere. What `work` holds is lost."""
 
 
 def full_product(matrix: Tensor) -> Product:
-    """Return the product with a matrix, in its precision."""
+    """Return a function (left, out) that writes left · `matrix` into `out`, in its dtype."""
 
     def times(left: Tensor, out: Tensor) -> None:
         torch.mm(left, matrix, out=out)

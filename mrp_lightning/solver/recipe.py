@@ -153,7 +153,10 @@ class Recipe(Amount):
         )
 
     def columns_together(self, columns: int) -> int:
-        """Return the number of a layer's columns that are chosen together, from 1 to all."""
+        """Return how many columns the mask chooses at once: `block_size`, or all `columns`.
+
+        They are all without a `block_size`, and for masks that do not choose by column blocks.
+        """
         if self.block_size is None or not self.method.mask.by_block:
             return columns
         return min(self.block_size, columns)

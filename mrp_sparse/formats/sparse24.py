@@ -93,11 +93,13 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @checked
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
-    """Return the weight (rows, columns) that was packed, bit by bit, but −0.0 as +0.0.
+    """Return the 2:4 weight (rows, columns) that `pack` packed, bit by bit, but −0.0 as +0.0.
 
     Args:
-        values: The kept values (rows, columns / 2).
-        meta: Their columns, uint8 (rows, columns / 8).
+        values: The two kept values of every four columns, (rows, columns / 2), of any floating
+            dtype, which the result has.
+        meta: Their columns in each four, as `pack` gives them, uint8 (rows, columns / 8): four bits
+            a group, the low ones first, two for either column from 0 to 3.
 
     Raises:
         FormatError: The tensors cannot be the result of packing.

@@ -168,7 +168,7 @@ def linear_bitmask(
 
     Args:
         x: Input (..., columns), in the dtype of `values`. On a CPU, bits that are set beyond these
-            columns raise; more columns within the last byte are not detected.
+            columns raise, and a wrong number of columns is only detected by the number of bytes.
         values: Kept values, row after row in the order of their columns.
         bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
         offsets: The index of each row's first value, int64 (rows,); the end of the last row may
@@ -209,7 +209,7 @@ def linear_bitmask4(
 
     Args:
         x: Input (..., columns), in the dtype of `scales`. On a CPU, bits that are set beyond these
-            columns raise; more columns within the last byte are not detected.
+            columns raise, and a wrong number of columns is only detected by the number of bytes.
         nibbles: Codes of the kept values, uint8, two in a byte, group after group.
         bits: The positions of the kept values, uint8 (rows, ceil(columns / 8)), lowest bit first.
         scales: Scales (rows, ceil(columns / 64)).
