@@ -1,6 +1,7 @@
 """One pruning and its comparison with the dense model, on the same windows of held-out text."""
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -74,9 +75,13 @@ class Conversion:
         elif self.out.exists() and not overwrite:
             raise FileExistsError(f"{self.out} exists. Name another, or add `--overwrite`.")
 
+    def words(self, directory: Path) -> list[str]:
+        """Return the words of the command line after the program's."""
+        return [self.command, str(directory), "--out", str(self.out), *self.options]
+
     def convert(self, directory: Path) -> int:
         """Run the command; return the bytes of the weights that it wrote."""
-        command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
+        command_named(self.command)(self.words(directory)[1:])
         files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
         return sum(file.stat().st_size for file in files or [self.out])
 
@@ -157,7 +162,7 @@ def prune_and_compare(
         table.add_row(f"{amount(prune.settings)}, distilled", *_quality(dense, final))
     subject.record(prune.save_dir, dense, final)
     try:
-        _convert(conversions, prune.save_dir, table)
+        _convert(conversions, prune.save_dir, table, console)
     finally:  # also if a conversion fails: the pruned model is saved
         console.print(table, subject.evaluated)
     return why_useless(dense, final)
@@ -207,10 +212,19 @@ def cut_and_compare(
         console.print(f"{conversion.out}: {memory(conversion.convert(out))}")
 
 
-def _convert(conversions: Sequence[Conversion], directory: Path, table: Table) -> None:
-    """Convert a pruned model, and add a row for each result."""
+def _convert(
+    conversions: Sequence[Conversion], directory: Path, table: Table, console: Console
+) -> None:
+    """Convert a pruned model, and add a row for each result; name the command that fails."""
     for conversion in conversions:
-        table.add_row(str(conversion.out), "", "", "", memory(conversion.convert(directory)))
+        try:
+            size = conversion.convert(directory)
+        except (Exception, SystemExit):  # a command exits after a mistake
+            again = shlex.join(conversion.words(directory))
+            line = f"The pruned model is saved. What failed is: mrp-lightning {again}"
+            console.print(line, soft_wrap=True)
+            raise
+        table.add_row(str(conversion.out), "", "", "", memory(size))
 
 
 def _trainer(accelerator: str) -> Trainer:

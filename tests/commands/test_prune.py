@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning import CausalLM, TextDataModule
+from mrp_lightning.commands import comparison
 from mrp_lightning.commands.comparison import Conversion, amount, method, why_useless
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _next_steps, _parser, _settings
+from mrp_lightning.errors import OptionError
 from mrp_lightning.loop import pruned_module
 from mrp_lightning.pruning.settings import Settings
 
@@ -93,6 +95,20 @@ def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, 
     with pytest.raises(SystemExit):
         main(["prune", str(tiny_llama), *options])
     assert message in capsys.readouterr().err
+
+
+def test_a_failed_conversion_loses_nothing_and_is_named(tiny_llama, text, capsys, monkeypatch):
+    def fail(_):
+        raise OptionError("no such type")
+
+    monkeypatch.setattr(comparison, "command_named", lambda name: fail)
+    with pytest.raises(SystemExit):
+        asked = ["--pattern=2:4", f"--text={text}", "--out=out", "--gguf=out.gguf"]
+        main(["prune", str(tiny_llama), *asked, *SMALL])
+    shown = capsys.readouterr()
+    assert re.search("saved. What failed is: mrp-lightning gguf .*out --out out.gguf", shown.out)
+    assert "no such type" in shown.err
+    assert (Path("out") / "model.safetensors").is_file()
 
 
 def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, capsys):
