@@ -28,10 +28,10 @@ def check_model(source: str, gguf_file: str | None = None) -> None:
 
 
 def check_directory(source: str | Path, argument: str) -> None:
-    """Raise a FileNotFoundError if there is no such directory."""
-    if not Path(source).expanduser().is_dir():
+    """Raise a FileNotFoundError if there is no such directory; its content is checked later."""
+    if not Path(source).expanduser().exists():
         raise FileNotFoundError(
-            f"`{argument}`: there is no directory {source}. Give that of a model."
+            f"`{argument}`: there is no directory {source}. Give a model's, with its config.json."
         )
 
 
