@@ -278,10 +278,10 @@ def test_messages_name_what_was_typed(tiny_llama, text, capsys):
     Path("white.txt").write_text(" \n")
     for options, said in (
         (["--sequence-length=100000", *asked[:1]], "`--sequence-length`: the windows have 100000"),
-        (["--text=few.txt"], "the held-out text has only"),
+        (["--text=few.txt"], "`--text`: the text has 5 bytes, of which a tenth is held out"),
         (["--text-column=body", "--text=few.jsonl"], "`--text`: few.jsonl, line 1 is no object"),
         (["--num-samples=2", "--out=/", *asked], "`--out`"),
-        (["--text=white.txt"], "white.txt: the held-out text is empty, or white space alone."),
+        (["--text=white.txt"], "`--text`: the text has 2 bytes"),
         (["--restrt"], "Did you mean `--restart`?"),
         (["--tokenizer=nowhere/at-all", *asked], "nowhere/at-all"),
     ):
