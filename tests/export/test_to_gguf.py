@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from callbacks import MRPCallback
 from export.to_gguf import main
 from export.to_sparse import main as export
-from mrp_lightning import CausalLM, Trainer, prune_weight
+from mrp_lightning import BlockTuning, CausalLM, Trainer, prune_weight
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
@@ -318,7 +318,7 @@ def test_minima_are_stored_to_the_bit(name, dtype):
 def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(
     name, tmp_path, tiny_llama, capsys
 ):
-    run = quantised(tmp_path, tiny_llama, grid=name, tuning=True)
+    run = quantised(tmp_path, tiny_llama, grid=name, tuning=BlockTuning(epochs=1))
     main([str(run)])
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     assert_exact(tmp_path, run, name.upper())
