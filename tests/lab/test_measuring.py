@@ -43,8 +43,14 @@ def test_the_parts_of_a_whole_run_add_up(tiny_llama, tmp_path):
     (tmp_path / "text.txt").write_text(text)
     command = "lab/benchmarks/whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
     files = ["--model", tiny_llama, "--text", tmp_path / "text.txt"]
-    command = [*command.split(), *files, "--perplexity", tmp_path / "text.txt"]
-    made = warm.run(command, cwd=ROOT, check=True)
+    made = subprocess.run(
+        [sys.executable, *command.split(), *files, "--perplexity", tmp_path / "text.txt"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     header, _, row = (line.split("|")[1:-1] for line in made.stdout.splitlines() if "|" in line)
     cells = {name.strip(): cell.strip() for name, cell in zip(header, row, strict=True)}
     assert cells["method"] == "SM"
