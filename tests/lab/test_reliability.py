@@ -37,12 +37,12 @@ def last(steps):
 
 
 def test_a_file_that_is_not_flushed_is_lost_in_a_power_cut(command, monkeypatch):
-    cuts = last(power.cut(command, 100, random.Random(0), rerun=False))
+    cuts = last(power.cut(command, 200, random.Random(0), rerun=False))
     assert cuts.states.keys() == {"old", "new"}
     assert not cuts.faults
     for module in (files, gguf_file):
         monkeypatch.setattr(module, "flush", lambda path: None)
-    cuts = last(power.cut(command, 100, random.Random(0), rerun=False))
+    cuts = last(power.cut(command, 200, random.Random(0), rerun=False))
     assert any("neither the old nor the new result" in fault for fault in cuts.faults)
 
 
