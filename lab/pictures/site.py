@@ -45,6 +45,11 @@ LABELS = {
     "llama.cpp Q8_0": (0, 10, "center"),
 }
 """Offset in points and alignment of the label of each format; formats without one are left out."""
+DISTILLED: Series = {
+    "2:4": ("#a06d14", "s"),
+    "50%": ("#0a6d74", "o"),
+    "24 of 30 blocks": ("#7a3b8f", "P"),
+}
 SETTINGS: Series = {"50%": ("#0a6d74", "o"), "2:4": ("#a06d14", "s")}
 METHODS = {
     "Wanda": "Wanda",
@@ -95,7 +100,7 @@ _BITS = {"int4-g32": 4.5, "int4-g64": 4.25}
 def main() -> None:
     """Draw the pictures."""
     OUT.mkdir(exist_ok=True)
-    for draw in (formats, quality, engines, files):
+    for draw in (formats, quality, engines, files, distillation):
         (OUT / f"{draw.__name__}.svg").write_text(on_paper(draw()), encoding="utf-8")
 
 
@@ -198,6 +203,40 @@ def quality() -> Picture:
 
     words = "; ".join(f"{of} {setting}: {value:.1f}" for (setting, of), value in points.items())
     return picture("Perplexity by method.", words, draw)
+
+
+def distillation() -> Picture:
+    """Return perplexity over the tokens of a distillation, on its text and on other text."""
+    table = table_with("distillation", "SmolLM2", "tokens").set_index("SmolLM2")
+    texts = {"WikiText2": "WikiText2, half of the text", "code": "code, no part of the text"}
+    dense = {of: float(str(table.loc["dense", of])) for of in texts}
+    table = table[table.index != "dense"]
+    table = table.assign(tokens=table["tokens"].str.replace(",", ""))
+    table = table[["tokens", *texts]].astype(float)
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(6.8, 3.0), layout="constrained")
+        for axes, (of, title) in zip(figure.subplots(1, 2), texts.items(), strict=True):
+            axes.grid(False)
+            for name, (color, marker) in DISTILLED.items():
+                points = table[table.index == name]
+                if points.empty:
+                    continue
+                style: Any = {"color": color, "marker": marker, "label": name}
+                axes.plot(points["tokens"] / 1000, points[of], **style)
+            axes.axhline(dense[of], color=MUTED, linewidth=0.8, linestyle="--", label="dense")
+            axes.set(yscale="log", title=title, xlabel="thousand tokens")
+            ticks = [8, 10, 15, 20, 25, 30, 35, 40, 45, 60]
+            _ticks(axes.yaxis, [n for n in ticks if 0.95 * dense[of] < n <= 1.1 * table[of].max()])
+        figure.axes[0].set_ylabel("perplexity (lower is better)")
+        _legend(figure.axes[1], "upper right")
+        return figure
+
+    words = "; ".join(
+        f"{name} after {row.tokens:.0f} tokens: {row.WikiText2:.1f} and {row.code:.1f}"
+        for name, row in zip(table.index, table.itertuples(), strict=True)
+    )
+    return picture("Perplexity on WikiText2 and code over tokens distilled.", words, draw)
 
 
 def engines() -> Picture:
