@@ -12,7 +12,6 @@ from mrp_lightning.loop.pruned_module import save_trained
 COMPANIONS = {
     "preprocessor_config.json": '{"size": 1}',
     "processor_config.json": '{"processor_class": "Own"}',
-    "modules.json": '[{"path": ""}, {"path": "1_Pooling"}]',
     "1_Pooling/config.json": '{"pooling_mode_mean_tokens": true}',
     "LICENSE": "free",
     "tokenizer.model": "of another library",
