@@ -213,7 +213,7 @@ def test_packed_files(packed, data):
         save_file(tensors, file)
         content = spoilt(data.draw, file.read_bytes())
         file.write_bytes(content)
-        counted = {"0": values.numel()} if packed.count else ["0"]
+        counted = {"0": values.numel()} if packed.counted else ["0"]
         settings_ = {"quant_method": packed.quant_method, "format_version": 1, "modules": counted}
         (directory / "config.json").write_text(json.dumps({"quantization_config": settings_}))
         module = nn.Sequential(nn.Linear(16, 4))
