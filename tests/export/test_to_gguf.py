@@ -276,7 +276,8 @@ def test_steps_and_units_are_stored_to_the_bit(dtype):
     """Package gguf reads back what was encoded, with signs and steps of all sizes."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-4, 4, (9, 32, 16), generator=generator)
-    steps = torch.randint(-32, 32, (9, 32, 1), generator=generator)
+    steps = torch.randint(-32, 31, (9, 32, 1), generator=generator)
+    steps += steps >= 0  # a run has no scale of zero
     units = torch.randn(9, 2, 1, 1, generator=generator).half().float() / 64
     scales = (steps.unflatten(1, (2, 16)) * units.half().float()).flatten(1, 2)
     weight = (codes * scales).flatten(1).to(dtype)

@@ -103,7 +103,9 @@ def test_pickles_are_refused_with_the_next_step(llama, capsys, tmp_path):
     shown = refusal([str(llama)], capsys)
     assert "(pytorch_model.bin), and safetensors" in shown
     assert "`save_pretrained`" in shown
-    assert "there is no directory" in refusal([str(llama / "pytorch_model.bin")], capsys)
+    shown = refusal([str(llama / "pytorch_model.bin")], capsys)
+    assert "is neither a Hugging Face directory" in shown
+    assert "`save_pretrained`" in shown
 
 
 def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
