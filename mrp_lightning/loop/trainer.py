@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -74,7 +75,8 @@ class Trainer(pl.Trainer):
         if kwargs.get("enable_progress_bar") is None:
             has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
             kwargs["enable_progress_bar"] = has_bar or sys.stdout.isatty()
-        with silenced("lightning.pytorch.utilities.rank_zero", ABSENT_DEVICES):
+        # The logger is that of the last imported of the packages that Lightning is published as.
+        with silenced(rank_zero.log.name, ABSENT_DEVICES):
             super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         # Only Lightning's own: a user's plugin, subclasses included, stays.
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:

@@ -8,6 +8,7 @@ import warnings
 import lightning.pytorch as lightning
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning_utilities.core import rank_zero
 
 from mrp_lightning import Trainer
 from mrp_lightning.commands.quiet import quiet_lightning, without_noise
@@ -79,7 +80,7 @@ def test_noise_is_silenced_in_a_command_and_shown_after_it(context, caplog):
 def test_a_trainer_of_ours_names_no_device_that_is_absent_and_shows_a_bar_on_a_terminal_alone(
     caplog, monkeypatch
 ):
-    caplog.set_level(logging.INFO, "lightning.pytorch.utilities.rank_zero")
+    caplog.set_level(logging.INFO, rank_zero.log.name)
     for is_terminal in (False, True):
         monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
         trainer = Trainer(accelerator="cpu")

@@ -18,8 +18,7 @@ def test_it_is_the_pruned_models_with_how_to_load_it(llama, tmp_path, monkeypatc
     main([str(llama), "--out", str(tmp_path / "out")])
     text = (tmp_path / "out" / "README.md").read_text()
     data = huggingface_hub.ModelCard(text).data
-    assert data.to_dict().keys() == {"license", "tags", "model-index"}
-    assert [(x.dataset_name, x.metric_value) for x in data.eval_results] == [("c4", 28.0)]
+    assert data.to_dict().keys() == {"license", "tags"}
     assert text.split("---\n")[2].startswith(CARD.split("---\n")[2])
     assert "| c4 | 28.000 | 28.000 | 1 | 128 | 254 |" in text
     assert "14 layers take 0.5625 of their bytes" in text
