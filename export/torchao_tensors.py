@@ -47,7 +47,7 @@ def why_not(shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
 
 
 def sparsify(model: nn.Module, names: list[str]) -> None:
-    """Give 2:4 layers, packed or dense, torchao's tensors, in place, on a CUDA device.
+    """Convert the weights of 2:4 layers, packed or dense, to torchao's tensors, in place.
 
     Raises:
         OptionError: torchao cannot run layers, of which the message lists all; none is converted.

@@ -55,14 +55,14 @@ def check_text(files: Sequence[str] | None, column: str | None) -> None:
     if not files or "-" in files:
         return
     paths = [Path(name).expanduser() for name in files]
-    found = expanded({"train_files": paths})["train_files"]
-    if any(file.suffix.lower() in TABLES for file in found):
+    text_files = expanded({"train_files": paths})["train_files"]
+    if any(file.suffix.lower() in TABLES for file in text_files):
         require_extra("data", "Reading tables")
         return  # a package reads them, and takes its time to load
-    if sum(file.stat().st_size for file in found) > _SHORT:
+    if sum(file.stat().st_size for file in text_files) > _SHORT:
         return
     # A conversation has at least a byte for each of its own: its template adds to it.
-    texts = documents_of_files(found, column or "text", "train_files", str)
+    texts = documents_of_files(text_files, column or "text", "train_files", str)
     held_out = sum(len(text.strip().encode()) for text in divided(texts)[1])
     if held_out < _FEWEST_BYTES:
         whole = sum(len(text.encode()) for text in texts)

@@ -170,6 +170,6 @@ def _explained_hiding(module: str) -> Iterator[None]:
         package = module.partition(".")[0]
         raise DependencyError(
             f"{error}: a folder or file `{package}` in {Path.cwd()} hides the package of "
-            "mrp-lightning, because `python -m` looks there first. Start `mrp-lightning …` or "
-            "`python -P -m mrp_lightning …` in its place, or rename yours."
+            "mrp-lightning, because `python -m` looks there first. Start it as "
+            "`mrp-lightning …` or `python -P -m mrp_lightning …`, or rename your folder or file."
         ) from error

@@ -33,14 +33,6 @@ CONFIGS = ROOT / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]
 
 
-@pytest.fixture
-def text(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400)))
-    return path
-
-
 def perplexity(directory: Path, text: str, windows: int) -> float:
     """By transformers' own loss over the first windows, each behind what begins a text."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -22,14 +22,6 @@ REPORT = "pruning_report.json"
 pytestmark = pytest.mark.usefixtures("short_library")
 
 
-@pytest.fixture
-def text(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400)))
-    return path
-
-
 def held_out(directory, text, num_bytes):
     """Bits a byte of as many bytes of the last tenth, by transformers' own loss."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
