@@ -62,10 +62,7 @@ def warn_of_unused_gpu() -> None:
 
 @cache
 def warn_of_slow_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Warn once of 16 bits on a CPU that computes them several times more slowly than float32.
-
-    So do those of x86 without AVX-512 (bfloat16: seven times as slow on an EPYC of that kind).
-    """
+    """Warn once of a model in 16 bits on a CPU of x86 without AVX-512, where float32 is faster."""
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     if is_narrow and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
         name = str(dtype).removeprefix("torch.")

@@ -84,7 +84,7 @@ def main(args: list[str]) -> None:
         text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
         source = {key: values[key] for key in _OF_MODEL}
         text |= {"train_files": files}
-        alike = {
+        evaluated = {
             "windows": options.eval_samples,
             "accelerator": options.accelerator,
             "console": console,
@@ -92,7 +92,7 @@ def main(args: list[str]) -> None:
         if settings is None:
             overwrite = options.overwrite
             cut_and_compare(
-                source, text, options.vocabulary, out, conversions, overwrite=overwrite, **alike
+                source, text, options.vocabulary, out, conversions, overwrite=overwrite, **evaluated
             )
         else:
             callback = PruningCallback(
@@ -108,7 +108,7 @@ def main(args: list[str]) -> None:
                 conversions,
                 words=options.vocabulary,
                 distilled=_distilled(options, callback, files),
-                **alike,
+                **evaluated,
             )
     is_causal = bool(evaluation.read(output_path(out)).perplexity)  # encoders have none
     steps = _next_steps(out, conversions, settings, is_causal)
