@@ -48,7 +48,7 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from mrp_lightning.models.gguf import gguf_config
     from mrp_lightning.models.integrity import check_values
     from mrp_lightning.records import evaluation
-    from mrp_lightning.records.block_result import BlockResult, is_of_journal
+    from mrp_lightning.records.block_result import BlockResult
     from mrp_lightning.records.grid_file import load_parameters
     from mrp_lightning.records.report import PruningReport
     from mrp_lightning.storage.files import MANIFEST, not_ours
@@ -81,7 +81,6 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     def block(directory: Path, data: bytes) -> None:
         file = directory / "block-00000.safetensors"
         file.write_bytes(data)
-        is_of_journal(file)
         with suppress(FormatError, SafetensorError):
             BlockResult.load(file)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.walks import replaced
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import OutOfMemoryError, first_line
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
 from mrp_lightning.upstream.torch_names import APPLY
 

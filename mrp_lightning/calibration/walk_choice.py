@@ -20,8 +20,8 @@ from mrp_lightning.calibration.walks import (
     hidden_input,
     hidden_of,
 )
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import TargetError
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.targets.blocks import Block
 

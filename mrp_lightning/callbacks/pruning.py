@@ -138,12 +138,12 @@ class PruningCallback(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune on the stored batches, save, and set `report`; do nothing if there is no batch."""
         run = self._run
-        if run is None or not (batches := run.num_batches()):
+        if run is None or not run.num_batches():
             return
         # The module gets its own methods back first, since pruning calls its forward.
         self._end_run()
         try:
-            with run.job(batches) as job:
+            with run.job() as job:
                 self._pruned = pruned = run.prune(job)
                 if run.save_dir is None:
                     pruned.complete()

@@ -23,9 +23,9 @@ from mrp_lightning.commands.vocabulary import VocabularyStep
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.errors import DataError, OptionError, counted
+from mrp_lightning.loop.calibration_data import check_batch
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.module_parts import check_batch
-from mrp_lightning.loop.module_plan import plan_for
+from mrp_lightning.loop.module_parts import plan_for
 from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.text_model import TextModel

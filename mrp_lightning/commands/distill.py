@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     options.text = _text_of(options, report.provenance.get("data") or {})
     options.out = output_path(options.out or run.with_name(f"{run.name}-distilled"))
     with (
-        interruptible(unclaimed_signals(), at_once=True),
+        interruptible(unclaimed_signals()),
         parser.options_in_messages(),
         quiet_lightning(),
     ):
@@ -149,8 +149,8 @@ def _fit(module: "Distillation", options: Namespace) -> str:
     """Return what memory training needs; recompute activations where they would not fit."""
     import torch
 
+    from mrp_lightning.devices import available_memory
     from mrp_lightning.distillation.memory import needed_memory
-    from mrp_lightning.memory import available_memory
 
     tokens = options.batch_size * options.sequence_length
     needed = needed_memory(module, tokens)

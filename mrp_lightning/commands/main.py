@@ -146,7 +146,7 @@ def _run_lightning(command: str, args: list[str] | None) -> None:
 
     try:
         # From the first file read on, since a trainer handles signals only between batches.
-        with interruptible(unclaimed_signals(), at_once=True), without_loading_bars():
+        with interruptible(unclaimed_signals()), without_loading_bars():
             PruningCLI.of(command)(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())

@@ -75,7 +75,7 @@ def main(args: list[str]) -> None:
     console, problem = Console(width=None if sys.stdout.isatty() else 100), None
     values = vars(options)
     with (
-        interruptible(unclaimed_signals(), at_once=True),
+        interruptible(unclaimed_signals()),
         parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mrp_lightning.errors import JournalError, SaveError, counted
@@ -28,14 +28,13 @@ from mrp_lightning.journal.manifest import (
     digest,
 )
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.records.block_result import BlockResult, is_of_journal, save_tensors
+from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.storage.files import (
     flush,
     hidden_sibling,
     make_directories,
     move_durably,
-    not_ours,
     output_path,
     sha256_of,
 )
@@ -47,10 +46,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
-_BLANK_BYTES = 4096
-_TEMPORARY = re.compile(r"\.tmp\w{6}")
-_KEPT = "kept"
-_BLOCK = re.compile(rf"(block-\d{{5,}}(-grid)?|{_KEPT}-[a-z0-9]+)\.safetensors(?P<part>\.partial)?")
+_OWN = re.compile(
+    r"(manifest\.json|(block-\d{5,}(-grid)?|kept-[a-z0-9]+)\.safetensors)(\.partial)?"
+    r"|\.tmp\w{6}"
+)
+"""Matches the names of a journal's files; those of `.tmp` are unfinished ones of safetensors."""
 
 
 def journal_path(save_dir: str | PathLike[str]) -> Path:
@@ -59,23 +59,18 @@ def journal_path(save_dir: str | PathLike[str]) -> Path:
 
 
 def require_free(save_dir: str | PathLike[str]) -> None:
-    """Raise if another process holds the journal of a run.
-
-    Raises:
-        JournalError: Another process holds it.
-        SaveError: The lock cannot be taken: something else is at its path, or it is not writable.
-    """
+    """Raise if another process holds the journal of a run; see `_hold`."""
     path = journal_path(save_dir)
     # Without a lock file nobody holds the journal, and there may be no directory to lock yet.
     if (path / _LOCK).exists():
-        hold(path).release()
+        _hold(path).release()
 
 
 def remove_journal(save_dir: str | PathLike[str]) -> None:
     """Delete the journal of a finished run, unless another process holds it."""
     path = journal_path(save_dir)
     if path.is_dir():
-        remove(path, FileLock(path / _LOCK))
+        _remove(path, FileLock(path / _LOCK))
 
 
 def _unwritable(path: Path, error: Exception) -> SaveError:
@@ -85,13 +80,8 @@ def _unwritable(path: Path, error: Exception) -> SaveError:
     )
 
 
-def hold(path: Path) -> FileLock:
-    """Take the lock of the journal in a directory, and return it.
-
-    Raises:
-        JournalError: Another process holds it.
-        SaveError: The directory cannot be written.
-    """
+def _hold(path: Path) -> FileLock:
+    """Return the taken lock of a journal; raise a `JournalError` if another process holds it."""
     try:
         lock = FileLock(path / _LOCK)
         lock.acquire(timeout=0)
@@ -105,93 +95,37 @@ def hold(path: Path) -> FileLock:
     return lock
 
 
-def remove(path: Path, lock: FileLock) -> None:
+def _remove(path: Path, lock: FileLock) -> None:
     """Delete a journal's files, and its directory if nothing else is in it, unless it is locked."""
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
-        empty(path)
+        _empty(path)
         # The lock is held until the end, so that no run starts in a directory that is being
         # emptied.
-        others = set(not_ours(path)) - {_LOCK, f"{NAME}.partial"}
+        others = sorted(file.name for file in path.iterdir() if file.name != _LOCK)
         if others:
-            log.warning("%s is not ours, and stays in %s.", ", ".join(sorted(others)), path)
+            log.warning("%s is not ours, and stays in %s.", ", ".join(others), path)
         else:
             shutil.rmtree(path, ignore_errors=True)
         lock.release(force=True)
 
 
-def empty(path: Path) -> None:
-    """Delete the files of a journal but its lock, which must be held."""
-    blocks = _blocks(path)
+def _empty(path: Path) -> None:
+    """Delete the files of a journal but its lock, which must be held; links are not followed."""
     (path / NAME).unlink(missing_ok=True)  # first: blocks count only if the manifest names them
     # Invariant: no manifest on the disk names a deleted file. After a power failure in between,
     # files are left that nothing names.
     flush(path)
-    for file in [*blocks, *filter(_is_temporary, path.iterdir())]:
-        file.unlink()
-
-
-def _refuse_others(path: Path) -> None:
-    """Raise a `SaveError` if files that no journal wrote have the names of a journal's blocks."""
-    own_blocks = _blocks(path)
-    names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in own_blocks]
-    if names:
-        raise SaveError(
-            f"The journal {path} cannot be written: {', '.join(sorted(names))} in it is not ours. "
-            "Move it away."
-        )
-
-
-def _blocks(path: Path) -> list[Path]:
-    """Return the files that a journal wrote for its blocks.
-
-    These are the files in the manifest, files that hold a record, whole or truncated, and partial
-    files of zeros, which a power failure may leave in place of a file that was being written.
-    """
-    try:
-        manifest = Manifest.load(path)
-        listed = {name for entry in manifest.shards.values() for name in entry.checksums}
-        # Listed files count even if they are damaged, since the manifest shows who wrote them.
-        listed |= {f"{_KEPT}-{name}.safetensors" for name in manifest.kept}
-    except (JournalError, OSError):
-        # Without a manifest, each file has to show by its own header that a journal wrote it.
-        listed = set()
-    return [
-        file
-        for file in path.iterdir()
-        if (kind := _BLOCK.fullmatch(file.name)) is not None
-        and file.is_file()
-        and not file.is_symlink()
-        and (file.name in listed or is_of_journal(file) or (kind["part"] and _is_blank(file)))
-    ]
-
-
-def _is_temporary(file: Path) -> bool:
-    """Return whether a file is an unfinished one of safetensors, which renames it once complete."""
-    if not _TEMPORARY.fullmatch(file.name) or file.is_symlink() or not file.is_file():
-        return False
-    with file.open("rb") as content:
-        head = content.read(_BLANK_BYTES)
-    # The first 8 bytes of a safetensors file are the length of its header.
-    return not any(head) or head[8:].startswith(b'{"__metadata__":')
-
-
-def _is_blank(file: Path) -> bool:
-    """Return whether a file is empty, or its first `_BLANK_BYTES` bytes are zeros."""
-    with file.open("rb") as content:
-        return not any(content.read(_BLANK_BYTES))
+    for file in path.iterdir():
+        if _OWN.fullmatch(file.name) and not file.is_dir():
+            file.unlink()
 
 
 class Journal(AbstractContextManager["Journal"]):
     """The journal of one run, locked from `Journal.open` until `close`.
 
     The files are on the disk of process 0. All processes call `in`, `read`, `restore`, `write` and
-    `kept` in the same order.
-
-    Attributes:
-        path: The directory of the journal.
-        manifest: The content of the journal; in processes other than 0, that at the time of
-            opening.
+    `kept` in the same order. In processes other than 0, `manifest` is that at the time of opening.
     """
 
     def __init__(
@@ -237,8 +171,7 @@ class Journal(AbstractContextManager["Journal"]):
             JournalError: A live process holds the journal; its manifest is damaged, and it has
                 blocks; or it is of another run, and has blocks or differs in the weights of the
                 model. The message names all differences.
-            SaveError: The journal cannot be written, is a link, or other files have the names of
-                its files.
+            SaveError: The journal cannot be written, or is a link.
         """
         path = journal_path(save_dir)
         # Only process 0 reads the disk; the others receive the manifest, at the end below.
@@ -251,9 +184,8 @@ class Journal(AbstractContextManager["Journal"]):
         except OSError as error:
             raise _unwritable(path, error) from error
         # From here on the lock is held: any error has to release it.
-        lock = hold(path)
+        lock = _hold(path)
         try:
-            _refuse_others(path)
             journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
             if resume and (path / NAME).exists():
                 journal._go_on()
@@ -301,12 +233,9 @@ class Journal(AbstractContextManager["Journal"]):
         before_change: Callable[[Layer], None],
         tuned: Sequence[Layer] = (),
     ) -> BlockResult | None:
-        """Write the result of a step into its layers; see `BlockResult.restore`.
+        """Write the result of a step into its layers by `BlockResult.restore`, and return it.
 
-        A streamed block is read from its shard from then on.
-
-        Returns:
-            The result, `None` if the step is not done or its files are damaged.
+        A streamed block is read from its shard from then on. The result is that of `read`.
         """
         result = self.read(step)
         streamed = self._streamed
@@ -372,10 +301,7 @@ class Journal(AbstractContextManager["Journal"]):
             streamed.read_from(result.name, file)
 
     def _store(self, file: Path, save: Callable[[Path], None]) -> str:
-        """Write a file by `save`, move it into place when it is complete; return its checksum.
-
-        After an error no partial file is left.
-        """
+        """Write a file by `save`, move it into place when it is complete; return its checksum."""
         partial = file.with_name(f"{file.name}.partial")
         try:
             partial.unlink(missing_ok=True)  # else a link would be followed
@@ -412,11 +338,11 @@ class Journal(AbstractContextManager["Journal"]):
             tensors = {key: tensor.contiguous() for key, tensor in computed.items()}
             try:
                 self.manifest.kept[name] = self._store(
-                    _kept_file(self.path, name), lambda file: save_tensors(tensors, file, name)
+                    _kept_file(self.path, name), lambda file: save_file(tensors, file)
                 )
+                self.manifest.save(self.path)
             except (OSError, SafetensorError) as error:
                 raise _unwritable(self.path, error) from error
-            self._save_manifest()
         return computed
 
     @property
@@ -432,7 +358,7 @@ class Journal(AbstractContextManager["Journal"]):
     def remove(self) -> None:
         """Delete the journal, unless another process has resumed it."""
         if self._lock is not None:
-            remove(self.path, self._lock)
+            _remove(self.path, self._lock)
 
     def __exit__(self, *_: object) -> None:
         """Close the journal."""
@@ -444,7 +370,7 @@ class Journal(AbstractContextManager["Journal"]):
         except JournalError:
             # A damaged manifest without blocks costs nothing. With blocks, the user has to decide
             # about them.
-            if _blocks(self.path):
+            if any(self.path.glob("block-*.safetensors")):
                 raise
             self._start_afresh()
             return
@@ -513,10 +439,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._damaged.discard(step)
 
     def _start_afresh(self) -> None:
-        empty(self.path)
-        self._save_manifest()
-
-    def _save_manifest(self) -> None:
+        _empty(self.path)
         try:
             self.manifest.save(self.path)
         except OSError as error:
@@ -538,4 +461,4 @@ def read_kept(save_dir: str | PathLike[str], name: str) -> dict[str, Tensor] | N
 
 
 def _kept_file(path: Path, name: str) -> Path:
-    return path / f"{_KEPT}-{name}.safetensors"
+    return path / f"kept-{name}.safetensors"

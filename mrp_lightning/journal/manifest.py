@@ -5,20 +5,19 @@ A fingerprint holds everything that determines the result of a run: only an equa
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from enum import Enum
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mrp_ground.upstream import attention_of
 from mrp_lightning.environment import versions
-from mrp_lightning.errors import FormatError, JournalError
+from mrp_lightning.errors import FormatError, JournalError, first_line
 from mrp_lightning.processes import Processes
 from mrp_lightning.storage.files import move_durably
 from mrp_lightning.storage.json_files import as_dataclass, read_json
@@ -188,9 +187,6 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 _OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
-_NOTHING = torch.empty(0)
-_PLAIN = (str, int, float, complex, type(None), Enum, type, range, slice, torch.dtype, torch.device)
-"""Types whose `repr` determines the value."""
 _UNKNOWN = "unknown: "
 
 
@@ -212,16 +208,19 @@ def fingerprint(
         batches: The calibration batches of this process.
         processes: The processes that share the calibration batches; all of them must call this.
     """
-    # Text goes through `digest` as the name of an empty tensor.
-    computed = [(forward_of(config), _NOTHING) for config in configurations]
+    computed = [forward_of(config) for config in configurations]
     here = versions()
     return {
         **_with_effect(settings),
-        "configuration of the model": digest(computed) if computed else None,
+        "configuration of the model": _digest_of_texts(computed) if computed else None,
         WEIGHTS: digest(weights),
         "calibration data": together(processes.all(digest_of(batches))),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }
+
+
+def _digest_of_texts(texts: Sequence[str]) -> str:
+    return _DIGEST_PREFIX + hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def forward_of(config: Any) -> str:
@@ -231,18 +230,38 @@ def forward_of(config: Any) -> str:
     return json.dumps(content, sort_keys=True, default=str)
 
 
+class _Hashing(pickle.Pickler):
+    """A pickler into a hash, in which tensors count by their `digest`, and mappings by items."""
+
+    def __init__(self) -> None:
+        self.sha256 = hashlib.sha256()
+        super().__init__(self, protocol=4)
+
+    def write(self, data: Any) -> None:
+        """Hash a part of the pickle."""
+        self.sha256.update(data)
+
+    def reducer_override(self, data: Any) -> Any:
+        """Return the replacement of an object that is no plain container."""
+        if isinstance(data, Tensor):  # whose own pickle has addresses
+            return str, (digest([("", data)]),)
+        # A `BatchEncoding` also holds objects whose pickles differ from time to time.
+        return (dict, (dict(data),)) if isinstance(data, Mapping) else NotImplemented
+
+
 def digest_of(steps: Sequence[Any]) -> str:
     """Return the digest of the arguments of this process's steps.
 
-    An object counts by the parts that `copy` would copy. If these cannot be determined, the result
-    is a message that differs at every call, so that no other run matches.
+    If an object cannot be pickled, the result is a message that differs at every call, so that no
+    other run matches.
     """
-    unknown: dict[str, None] = {}
-    known = digest(_leaves(list(steps), "", unknown, ()))
-    if not unknown:
-        return known
-    kinds = ", ".join(unknown)
-    return f"{_UNKNOWN}what is in {kinds} of the batches cannot be compared ({uuid4().hex[:8]})"
+    hashing = _Hashing()
+    try:
+        hashing.dump(list(steps))
+    except Exception as error:  # of any type, from objects that cannot be pickled
+        reason = f"{_UNKNOWN}the batches cannot be compared: {first_line(error)}"
+        return f"{reason} ({uuid4().hex[:8]})"
+    return _DIGEST_PREFIX + hashing.sha256.hexdigest()
 
 
 def together(digests: Sequence[str]) -> str:
@@ -252,71 +271,4 @@ def together(digests: Sequence[str]) -> str:
     unknown = [one for one in digests if one.startswith(_UNKNOWN)]
     if unknown or len(digests) == 1:
         return (unknown or list(digests))[0]
-    return digest((one, _NOTHING) for one in digests)
-
-
-def _leaves(
-    data: Any, path: str, unknown: dict[str, None], above: tuple[Any, ...]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a collection by their paths; other values are a part of the path.
-
-    `unknown` collects the types whose content cannot be inspected. `above` are the objects that
-    contain `data`, for the detection of cycles.
-    """
-    if isinstance(data, Tensor):
-        yield path, data
-        return
-    if isinstance(data, _PLAIN):
-        yield f"{path} = {data!r}", _NOTHING
-        return
-    if (content := _bytes_of(data)) is not None:
-        yield f"{path} = {content}", _NOTHING
-        return
-    # By identity: equal objects in one another are no cycle.
-    if any(data is other for other in above):
-        yield f"{path} = above", _NOTHING
-        return
-    parts = _parts(data)
-    if not isinstance(data, Mapping | list | tuple) and not is_dataclass(data):
-        yield f"{path} = {type(data).__name__}", _NOTHING
-    if parts is None:
-        unknown[type(data).__name__] = None
-        return
-    for name, value in parts:
-        yield from _leaves(value, f"{path}.{name}", unknown, (*above, data))
-
-
-def _bytes_of(data: Any) -> str | None:
-    """Return the digest of raw content, `None` for other values."""
-    if isinstance(data, np.ndarray | np.generic) and not data.dtype.hasobject:
-        # `dtype.str` has the byte order, without which equal bytes could be other numbers.
-        kind, raw = f"{data.dtype.str} {data.shape}", np.ascontiguousarray(data).tobytes()
-    elif isinstance(data, bytes | bytearray):
-        kind, raw = "bytes", bytes(data)
-    else:
-        return None
-    return f"{kind} {hashlib.sha256(raw).hexdigest()}"
-
-
-def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return the parts of an object, by name or index; `None` if it cannot be inspected."""
-    if isinstance(data, Mapping):
-        return iter(data.items())
-    if isinstance(data, list | tuple):
-        return iter(enumerate(data))
-    if isinstance(data, Set):
-        # Sets have no order, and that of strings differs from process to process by their hash
-        # seeds.
-        return iter(enumerate(sorted(data, key=repr)))
-    if is_dataclass(data):
-        return ((field.name, getattr(data, field.name)) for field in fields(data))
-    try:
-        reduced = data.__reduce_ex__(4)  # as for a copy
-    except Exception:  # of any type, from objects that cannot be copied
-        return None
-    if isinstance(reduced, str):
-        return iter([("name", reduced)])
-    make, arguments, state, items, entries = (*reduced, None, None, None)[:5]
-    name = getattr(make, "__qualname__", type(make).__name__)
-    held = (name, arguments, state, list(items or ()), list(entries or ()))
-    return iter(enumerate(held))
+    return _digest_of_texts(digests)

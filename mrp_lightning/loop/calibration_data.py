@@ -1,18 +1,29 @@
-"""The batches that a trainer gives a pruning: warnings of what they lack, and their description."""
+"""The batches of a trainer's predict loop: stored, checked and described."""
 
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from torch import Tensor
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 
+from mrp_lightning.calibration.offload import CPU
+from mrp_lightning.calibration.walks import StopForward, replaced
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.errors import counted
-from mrp_lightning.loop.module_parts import Step
-from mrp_lightning.models.batch import token_ids
+from mrp_lightning.errors import DataError, counted
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.module_parts import language_models
+from mrp_lightning.models.batch import check_vocabulary, token_ids
+from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.processes import Processes
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan
@@ -20,6 +31,116 @@ from mrp_lightning.upstream.lightning_names import predict_data
 
 _FEW_WORDS = 8
 """The number of different tokens up to which a text counts as degenerate."""
+
+
+def require_batches(module: LightningModule) -> None:
+    """Raise a DataError if `predict_step` takes an iterator in place of batches."""
+    if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
+        raise DataError(
+            f"{type(module).__name__}.predict_step takes `dataloader_iter`, and pruning needs the "
+            "calibration batches one by one. Let it take `batch` and `batch_idx`."
+        )
+
+
+def eager() -> Any:
+    """Return a context that disables compiled code, in which hooks added later do not fire."""
+    return torch.compiler.set_stance("force_eager")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of one `predict_step`, on the CPU."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def batch(self) -> Any:
+        """The batch, which `predict_step` takes first."""
+        return self.args[0] if self.args else self.kwargs.get("batch")
+
+    def to(self, device: torch.device) -> "Step":
+        """Return the step with copies of its arguments on a device."""
+        # A copy at each run: a step may change its batch, and the next pass over the data needs the
+        # same one.
+        return Step(*move_data_to_device(deepcopy((self.args, self.kwargs)), device))
+
+
+@contextmanager
+def captured_steps(module: LightningModule, stop_at: Sequence[nn.Module]) -> Iterator[list[Step]]:
+    """Let `predict_step` store its arguments, and run the model up to its first block alone.
+
+    Args:
+        module: The LightningModule whose `predict_step` is replaced in this context.
+        stop_at: The modules whose first call ends the forward.
+
+    Yields:
+        The steps so far. A batch that `check_batch` refuses, or on which the model fails, raises
+        and does not count.
+    """
+    original, steps = module.predict_step, list[Step]()
+
+    def stop(_: nn.Module, __: Any) -> None:
+        raise StopForward
+
+    @functools.wraps(original)  # Lightning reads the signature
+    def predict_step(*args: Any, **kwargs: Any) -> Tensor:
+        # The loop may be in inference mode, whose tensors (the batch, and tensors that the model
+        # stores) could not be used in training later.
+        with ExitStack() as run:
+            run.enter_context(torch.inference_mode(False))
+            run.enter_context(torch.no_grad())
+            run.enter_context(eager())
+            # A copy, since the run may change the batch.
+            step = Step(args, kwargs).to(CPU)
+            check_batch(module, step.batch)
+            for block in stop_at:
+                run.enter_context(block.register_forward_pre_hook(stop))
+            with suppress(StopForward):
+                original(*deepcopy(args), **deepcopy(kwargs))
+        steps.append(step)
+        return torch.empty(0)
+
+    with replaced(module, "predict_step", predict_step):
+        yield steps
+
+
+def check_batch(module: LightningModule, batch: Any) -> None:
+    """Raise for a calibration batch that does not fit the model.
+
+    Token ids and masks are checked for a module with exactly one Hugging Face model.
+
+    Raises:
+        DataError: Windows are longer than the model's positions; tokens are outside its vocabulary;
+            the mask has negative values; or a `CausalLM` is given floating inputs.
+    """
+    if isinstance(module, CausalLM) and isinstance(batch, Mapping):
+        parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
+        values = {key: x for key, x in batch.items() if key in parameters and isinstance(x, Tensor)}
+        if others := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
+            raise DataError(
+                f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(others)} "
+                "of the batch would have no part in the calibration. Give the Hugging Face model "
+                "itself to `Trainer.predict`, or your own LightningModule that calls it."
+            )
+    models, ids = language_models(module), token_ids(batch)
+    if len(models) != 1 or ids is None or not ids.numel():
+        return
+    (model,) = models.values()
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask < 0).any()):
+        raise DataError(
+            f"A {type(model).__name__} takes an `attention_mask` (batch, length) of 1 for tokens "
+            "and 0 for padding; got one that is added to attention scores, with values down to "
+            f"{mask.min().item():g}. Give it as `(mask == 0).long()`."
+        )
+    limit, length = longest_sequence(model.config), ids.shape[1]
+    if limit is not None and length > limit:
+        raise DataError(
+            f"The calibration sequences have {length} tokens, more than the {limit} positions of "
+            f"the model's configuration. Cut them to `sequence_length: {limit}` or less."
+        )
+    check_vocabulary(model, ids, "calibration")
 
 
 def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:

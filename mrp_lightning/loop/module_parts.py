@@ -1,32 +1,29 @@
-"""The parts of a LightningModule, and the batches of its predict loop."""
+"""The parts of a LightningModule, and what a pruning changes in it: layers, head or units."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
-from inspect import signature
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.offload import CPU, held_on_cpu
-from mrp_lightning.calibration.walks import StopForward, replaced
-from mrp_lightning.errors import DataError, OptionError, StrategyError, TargetError
+from mrp_lightning.calibration.walks import replaced
+from mrp_lightning.errors import OptionError, PatternError, StrategyError, TargetError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
-from mrp_lightning.models.batch import check_vocabulary, token_ids
-from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.streaming import StreamedBlocks
-from mrp_lightning.targets.plan import Plan
-from mrp_lightning.upstream.lightning_names import movable
+from mrp_lightning.narrowing.blocks import shortening_plan
+from mrp_lightning.narrowing.structure import BLOCKS
+from mrp_lightning.narrowing.unit_parts import narrowing_plan
+from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.solver.grid import Grid
+from mrp_lightning.targets.blocks import named_modules
+from mrp_lightning.targets.layers import Layer, Linear, why_not_plain
+from mrp_lightning.targets.plan import Plan, make_plan, refuse_unusual
 from mrp_lightning.upstream.torch_names import uncompiled, without_compiled
 
 
@@ -74,44 +71,6 @@ def is_built_later(module: LightningModule) -> bool:
     complete = CausalLM if isinstance(module, CausalLM) else LightningModule
     hooks = ("setup", "configure_model")
     return any(is_overridden(hook, module, parent=complete) for hook in hooks)
-
-
-def check_batch(module: LightningModule, batch: Any) -> None:
-    """Raise for a calibration batch that does not fit the model.
-
-    Token ids and masks are checked for a module with exactly one Hugging Face model.
-
-    Raises:
-        DataError: Windows are longer than the model's positions; tokens are outside its vocabulary;
-            the mask has negative values; or a `CausalLM` is given floating inputs.
-    """
-    if isinstance(module, CausalLM) and isinstance(batch, Mapping):
-        parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
-        values = {key: x for key, x in batch.items() if key in parameters and isinstance(x, Tensor)}
-        if others := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
-            raise DataError(
-                f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(others)} "
-                "of the batch would have no part in the calibration. Give the Hugging Face model "
-                "itself to `Trainer.predict`, or your own LightningModule that calls it."
-            )
-    models, ids = language_models(module), token_ids(batch)
-    if len(models) != 1 or ids is None or not ids.numel():
-        return
-    (model,) = models.values()
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask < 0).any()):
-        raise DataError(
-            f"A {type(model).__name__} takes an `attention_mask` (batch, length) of 1 for tokens "
-            "and 0 for padding; got one that is added to attention scores, with values down to "
-            f"{mask.min().item():g}. Give it as `(mask == 0).long()`."
-        )
-    limit, length = longest_sequence(model.config), ids.shape[1]
-    if limit is not None and length > limit:
-        raise DataError(
-            f"The calibration sequences have {length} tokens, more than the {limit} positions of "
-            f"the model's configuration. Cut them to `sequence_length: {limit}` or less."
-        )
-    check_vocabulary(model, ids, "calibration")
 
 
 def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
@@ -164,122 +123,6 @@ def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
         )
 
 
-def eager() -> Any:
-    """Return a context that disables compiled code, in which hooks added later do not fire."""
-    return torch.compiler.set_stance("force_eager")
-
-
-@dataclass(frozen=True)
-class Step:
-    """The arguments of one `predict_step`, on the CPU.
-
-    Attributes:
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def batch(self) -> Any:
-        """The batch, which `predict_step` takes first."""
-        return self.args[0] if self.args else self.kwargs.get("batch")
-
-    def to(self, device: torch.device) -> "Step":
-        """Return the step with copies of its arguments on a device."""
-        # A copy at each run: a step may change its batch, and the next pass over the data needs the
-        # same one.
-        args, kwargs = copy_tensors((self.args, self.kwargs), device)
-        return Step(args, kwargs)
-
-
-def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
-    """Copy a collection, its tensors and arrays, and other objects that Lightning can move.
-
-    Copied tensors are detached; without a device, each copy stays where its original is. All other
-    objects, such as strings, are shared with the original.
-    """
-
-    def copied(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.detach().to(device or x.device, copy=True)
-        x = deepcopy(x)
-        return x if device is None or isinstance(x, np.ndarray) else x.to(device)
-
-    kinds = (Tensor, np.ndarray, movable())
-    return apply_to_collection(data, kinds, copied, wrong_dtype=(Mapping, Sequence))
-
-
-def require_batches(module: LightningModule) -> None:
-    """Raise a DataError if `predict_step` takes an iterator in place of batches."""
-    if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
-        raise DataError(
-            f"{type(module).__name__}.predict_step takes `dataloader_iter`, and pruning needs the "
-            "calibration batches one by one. Let it take `batch` and `batch_idx`."
-        )
-
-
-class StepCapture:
-    """Replace `predict_step` by a function that stores its arguments and stops at the first block.
-
-    Args:
-        module: The LightningModule whose `predict_step` is replaced.
-        stop_at: The modules whose first call ends the forward.
-        check: Called with each batch before the forward; it may raise.
-
-    Attributes:
-        steps: The arguments of all steps so far.
-    """
-
-    def __init__(
-        self, module: LightningModule, stop_at: Sequence[nn.Module], check: Callable[[Any], None]
-    ) -> None:
-        self.steps: list[Step] = []
-        self._module, self._stop_at, self._check = module, list(stop_at), check
-        self._own = module.__dict__.get("predict_step")
-        original = module.predict_step
-
-        @functools.wraps(original)  # Lightning reads the signature
-        def predict_step(*args: Any, **kwargs: Any) -> Tensor:
-            # The loop may be in inference mode, whose tensors (the batch, and tensors that the
-            # model stores) could not be used in training later.
-            with torch.inference_mode(False), torch.no_grad(), eager():
-                # Stored before the run, which may change the batch; and the run has a copy of its
-                # own for the same reason.
-                step = Step(*copy_tensors((args, kwargs), torch.device("cpu")))
-                self._check(step.batch)
-                self._run_to_first_block(original, *copy_tensors((args, kwargs)))
-            # After the check and the run: a batch that fails in one of them does not count.
-            self.steps.append(step)
-            return torch.empty(0)
-
-        module.predict_step = predict_step  # type: ignore[method-assign]
-
-    def _run_to_first_block(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the model up to its first block, so that an unsuitable batch fails early."""
-
-        def stop(_: nn.Module, __: Any) -> None:
-            raise StopForward
-
-        handles = [module.register_forward_pre_hook(stop) for module in self._stop_at]
-        try:
-            step(*args, **kwargs)
-        except StopForward:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def remove(self) -> None:
-        """Restore the module's own `predict_step`."""
-        # Usually the method is of the class, and the instance has no entry to restore.
-        if self._own is None:
-            self._module.__dict__.pop("predict_step", None)
-        else:
-            self._module.predict_step = self._own  # type: ignore[method-assign]
-
-
 @contextmanager
 def blocks_on_cpu(
     module: LightningModule, blocks: Callable[[], Sequence[nn.Module]]
@@ -302,3 +145,76 @@ def blocks_on_cpu(
 
     with replaced(module, "configure_model", configure_model), held_on_cpu(module, blocks):
         yield
+
+
+def plan_for(module: LightningModule, settings: Settings) -> Plan:
+    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`.
+
+    An OptionError is raised if `targets` names the head although `head_grid` is set, or if whole
+    blocks of a streamed model are to be removed.
+    """
+    recipe, (prefix, model) = settings.recipe, checkpoint_root(module)
+    is_streamed, sparsity = streamed_blocks(module) is not None, recipe.pattern.sparsity
+    plan = make_plan(
+        module,
+        recipe.pattern,
+        targets=settings.targets,
+        ignore=settings.ignore,
+        blocks=settings.blocks,
+        skip_indivisible=settings.skip_indivisible,
+        prefix=prefix,
+        allow_meta=is_streamed,
+        grid=recipe.grid,
+    )
+    check_streamed_plan(module, plan)
+    head = _head(module, plan, recipe.for_head.grid)
+    # The blocks stay in the plan, since the head is calibrated by a walk over them.
+    if recipe.is_of_head_alone:
+        plan = Plan(plan.blocks, {block.name: [] for block in plan.blocks}, outside=[])
+    if settings.structure == BLOCKS:
+        if is_streamed:
+            raise OptionError(
+                "`structure: blocks` runs all blocks many times to choose among them, and "
+                "`streaming` would read each from its file every time. Load the model without "
+                "`streaming`; `offload: true` keeps all blocks but one in CPU memory."
+            )
+        return shortening_plan(model, sparsity, plan)
+    if settings.structure is not None:
+        plan = narrowing_plan(model, settings.structure, sparsity, plan)
+    return replace(plan, head=head)
+
+
+def _head(module: LightningModule, plan: Plan, grid: Grid | None) -> Layer | None:
+    """Return the output head of a module, checked to fit its grid, or `None` without a grid.
+
+    Raises:
+        TargetError: The model has no linear head, or its weight is not a plain tensor.
+        PatternError: The groups of the grid do not fit its columns.
+        OptionError: The head is one of the layers of the plan.
+    """
+    if grid is None:
+        return None
+    prefix, model = checkpoint_root(module)
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    name = next((n for n, part in named_modules(module) if part is outputs), None)
+    if name is None or not isinstance(outputs, nn.Linear):
+        kind = "none" if outputs is None else f"a {type(outputs).__name__}"
+        raise TargetError(
+            "`head_grid` needs a transformers model with a linear output head, as "
+            f"`get_output_embeddings` returns it; {type(model).__name__} has {kind}. Leave "
+            "`head_grid` out, or name a layer in `targets`."
+        )
+    head = Linear(name.removeprefix(prefix), outputs)
+    if reason := why_not_plain(head):
+        refuse_unusual({head.name: reason})
+    if not grid.divides(head.columns):
+        raise PatternError(
+            f"`head_grid` {grid} does not fit {head.name}: {head.columns} columns do not divide "
+            f"into groups of {grid.columns_together}. Take another grid, or leave it out."
+        )
+    if any(layer.key == head.key for layer in plan.outside):
+        raise OptionError(
+            f"`targets` names {head.name}, which `head_grid` puts on a grid of its own. Leave out "
+            "one or the other."
+        )
+    return head

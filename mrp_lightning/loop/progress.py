@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.markup import escape
 
+from mrp_lightning.devices import peak_memory
 from mrp_lightning.environment import progress_log
-from mrp_lightning.memory import peak_memory
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.pruning.job import Listener, Progress
 from mrp_lightning.records.rows import LayerReport, mean_relative_loss

@@ -21,7 +21,14 @@ from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import counted
 from mrp_lightning.journal.journal import Journal, read_kept, require_free
 from mrp_lightning.journal.manifest import Fingerprint, fingerprint
-from mrp_lightning.loop.calibration_data import describe_data, warn_of_data
+from mrp_lightning.loop.calibration_data import (
+    Step,
+    captured_steps,
+    describe_data,
+    eager,
+    require_batches,
+    warn_of_data,
+)
 from mrp_lightning.loop.distributed import (
     fail_together,
     processes_of,
@@ -30,19 +37,14 @@ from mrp_lightning.loop.distributed import (
     require_whole_models,
 )
 from mrp_lightning.loop.module_parts import (
-    Step,
-    StepCapture,
     blocks_on_cpu,
-    check_batch,
     checkpoint_root,
-    eager,
     is_built_later,
     language_models,
-    require_batches,
+    plan_for,
     start_streamed,
     streamed_blocks,
 )
-from mrp_lightning.loop.module_plan import plan_for
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir, journal_bytes
 from mrp_lightning.narrowing.blocks import ShorteningPlan, config_without, remove_blocks
@@ -147,6 +149,7 @@ class Run:
     """
 
     plan: Plan
+    _about: dict[str, Any]
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: Settings, output: Output
@@ -155,22 +158,26 @@ class Run:
         self.report = PruningReport({})
         self._changes = ExitStack()
         self._signals = unclaimed_signals()  # before Lightning installs its handler of SIGTERM
-        self._capture: StepCapture | None = None
+        self._steps: list[Step] = []
+        self._batches = 0  # of all processes
         self._modules: dict[str, nn.Module] = {}  # as they were planned
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.save_dir = None if rehearsal else output.save_dir
         self._journal_path = None if rehearsal else output.run_directory or output.save_dir
 
+    @property
+    def _processes(self) -> Processes:
+        return processes_of(self.trainer)
+
     def check(self, caller: str) -> None:
         """Raise, before the data is read, if a process cannot prune or save its module.
 
-        Args:
-            caller: The name of the callback, for messages.
+        `caller` is the name of the callback, for messages.
         """
         require_whole_models(self.trainer, caller)
         # Process 0 alone checks the disk, and the others must not go on without it.
-        with refuse_together(processes_of(self.trainer)):
+        with refuse_together(self._processes):
             self._check()
 
     def _check(self) -> None:
@@ -224,10 +231,7 @@ class Run:
         _warn_of_rounding(plan, self.settings.recipe.pattern.sparsity)
         # Without blocks, the first call of a layer to prune is as far as a batch has to come.
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
-        self._capture = StepCapture(
-            self.module, stop_at, lambda batch: check_batch(self.module, batch)
-        )
-        self._changes.callback(self._capture.remove)
+        self._steps = self._changes.enter_context(captured_steps(self.module, stop_at))
         # Entered last, so that it is left first, before the module gets its own step back.
         self._changes.enter_context(interruptible(self._signals))
 
@@ -241,37 +245,34 @@ class Run:
         The journal is opened when the batches are known, and keeps the tensors from then on; see
         `Journal.kept`.
         """
-        processes, stored = processes_of(self.trainer), None
-        if processes.rank == 0 and self.output.resume and self._journal_path is not None:
+        stored = None
+        if self._processes.rank == 0 and self.output.resume and self._journal_path is not None:
             stored = read_kept(self._journal_path, name)
-        stored = processes.all(stored)[0]
+        stored = self._processes.all(stored)[0]
         self._kept[name] = compute() if stored is None else stored
         return self._kept[name]
 
     def num_batches(self) -> int:
         """Return the total number of batches that the processes stored; a collective call."""
-        steps = [] if self._capture is None else self._capture.steps
-        return int(sum(count for (count,) in processes_of(self.trainer).numbers(len(steps))))
+        counts = self._processes.numbers(len(self._steps))
+        self._batches = int(sum(count for (count,) in counts))
+        return self._batches
 
     @contextmanager
-    def job(self, batches: int) -> Iterator[Job]:
+    def job(self) -> Iterator[Job]:
         """Return the job of the stored batches, with its journal locked until the context's end.
 
         In this context signals interrupt at once, inference mode, in which the loop may be, and
-        gradients are off, and processes other than 0 log errors alone. `Journal.open` lists the
-        errors.
-
-        Args:
-            batches: The number of batches; see `num_batches`.
+        gradients are off, and processes other than 0 log errors alone. `num_batches` is called
+        before. `Journal.open` lists the errors.
         """
         self.close()
-        assert self._capture is not None
-        steps, plan, processes = self._capture.steps, self.plan, processes_of(self.trainer)
+        plan, processes = self.plan, self._processes
         # The order of contexts: signals are taken first and given back last, so that none is lost
         # while the others are left. Inference mode ends before any tensor is made, since tensors of
         # inference mode can never be changed in place outside of it.
         with (
-            interruptible(self._signals, at_once=True),
+            interruptible(self._signals),
             torch.inference_mode(False),
             torch.no_grad(),
             eager(),
@@ -280,14 +281,14 @@ class Run:
             # The calls are collective: a process that fails in one of them would leave the others
             # waiting.
             with fail_together(processes):
-                warn_of_data(steps, plan, processes)
-                self._about = self._facts(steps, processes, batches)
+                warn_of_data(self._steps, plan, processes)
+                self._about = self._facts()
                 listener = PruningProgress(
                     steps_of(plan),
                     self.trainer.strategy.root_device,
                     ProgressReporter(self.trainer),
                 )
-                journal = self._journal(steps, processes)
+                journal = self._journal()
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams({"prune": self._about["config"]})
             held = journal and _explained(journal, listener, plan.num_steps)
@@ -297,7 +298,7 @@ class Run:
                     plan=plan,
                     settings=self.settings,
                     forward=self._forward,
-                    batches=steps,
+                    batches=self._steps,
                     batch_of=lambda step: step.batch,
                     device=self.trainer.strategy.root_device,
                     streamed=streamed_blocks(self.module),
@@ -307,13 +308,7 @@ class Run:
                 )
 
     def prune(self, job: Job) -> PrunedModule:
-        """Prune the module in place; `report` is set even if that fails.
-
-        `prune_model` lists the errors.
-
-        Returns:
-            The module, pruned and not saved yet.
-        """
+        """Prune the module in place, and return it unsaved; `report` is set even if that fails."""
         listener, narrowed = job.listener, dict[str, Any]()
         assert isinstance(listener, PruningProgress)
         with fail_together(job.processes):
@@ -345,23 +340,23 @@ class Run:
         leaves = self.output.run_directory is not None
         return PrunedModule(self.module, self.report, grid, None if leaves else job.journal)
 
-    def _journal(self, steps: list[Step], processes: Processes) -> Journal | None:
+    def _journal(self) -> Journal | None:
         """Start or resume the journal of the run; return `None` for a run without one."""
         if self._journal_path is None:
             return None
         journal = Journal.open(
             self._journal_path,
-            self._fingerprint(steps, processes),
+            self._fingerprint(),
             resume=self.output.resume,
             about=self._about,
-            processes=processes,
+            processes=self._processes,
             streamed=streamed_blocks(self.module),
         )
         for name, tensors in self._kept.items():
             journal.kept(name, partial(dict, tensors))
         return journal
 
-    def _fingerprint(self, steps: list[Step], processes: Processes) -> Fingerprint:
+    def _fingerprint(self) -> Fingerprint:
         """Return the facts that decide the result of the run."""
         module, streamed = self.module, streamed_blocks(self.module)
         # The weights decide, not the name under which they were loaded.
@@ -375,15 +370,28 @@ class Run:
             config,
             [model.config for model in language_models(module).values()],
             in_memory if streamed is None else streamed.named_tensors(),
-            steps,
-            processes,
+            self._steps,
+            self._processes,
         )
 
-    def _facts(self, steps: list[Step], processes: Processes, batches: int) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return the content of the report other than results, as a journal keeps it."""
+        config = self.settings.config() | {"batches": self._batches}
+        config["precision"] = str(self.trainer.precision)
+        if self._processes.size > 1:
+            config["processes"] = self._processes.size
+        provenance: dict[str, Any] = {"command": command()}
+        provenance["data"] = describe_data(self.trainer, self._steps, self._processes)
+        model = checkpoint_root(self.module)[1]
+        if base_model := getattr(model, "name_or_path", None):
+            config["base_model"] = base_model
+            if earlier := pruned_before(base_model):
+                provenance["pruned_before"] = earlier
+        if self._vocabulary:
+            config["vocabulary"] = self._vocabulary["kept"]
         return {
-            "config": self._config(processes, batches),
-            "provenance": self._provenance(steps, processes),
+            "config": config,
+            "provenance": provenance,
             "versions": versions(),
             # Counted before the pruning, since a narrower model has fewer.
             "model_weights": sum(p.numel() for p in self.module.parameters()),
@@ -432,22 +440,25 @@ class Run:
     def _log_narrowed(self) -> None:
         narrowed, totals = self.report.narrowed, self.report.totals
         if narrowed["structure"] == BLOCKS:
-            repair = narrowed["repair"]
+            repair, removed = narrowed["repair"], narrowed["removed"]
             fitted = f", {repair['change']:.4f} after {', '.join(repair['layers'])} was fitted"
-            rank_zero_info(
-                f"Removed {', '.join(narrowed['removed'])}, {narrowed['units'] - narrowed['kept']} "
-                f"of {narrowed['units']} blocks, in {totals['seconds']:.1f} s: the model has "
-                f"{narrowed['model_weights']:,} of {totals['model_weights']:,} weights. Mean "
-                f"change of its output: {narrowed['change']:.4f}{fitted * bool(repair['layers'])}. "
-                f"{self._where}"
+            done = (
+                f"Removed {', '.join(removed)}, {len(removed)} of {narrowed['units']} blocks,"
             )
-            return
+            change = f"change of its output: {narrowed['change']:.4f}"
+            loss = change + fitted * bool(repair["layers"])
+        else:
+            done = (
+                f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each "
+                f"of {narrowed['blocks']} blocks with {self.settings.recipe.method}"
+            )
+            loss = (
+                "output error of a layer that reads them, relative to its output: "
+                f"{totals['relative_loss']:.4f}"
+            )
         rank_zero_info(
-            f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each of "
-            f"{narrowed['blocks']} blocks with {self.settings.recipe.method} in "
-            f"{totals['seconds']:.1f} s: the model has {narrowed['model_weights']:,} of "
-            f"{totals['model_weights']:,} weights. Mean output error of a layer that reads "
-            f"them, relative to its output: {totals['relative_loss']:.4f}. {self._where}"
+            f"{done} in {totals['seconds']:.1f} s: the model has {narrowed['model_weights']:,} of "
+            f"{totals['model_weights']:,} weights. Mean {loss}. {self._where}"
         )
 
     @property
@@ -459,11 +470,7 @@ class Run:
         return f"The model is pruned in memory only ({reason})."
 
     def _narrow(self, structure: Structure) -> dict[str, Any]:
-        """Remove the chosen units from the model and its configuration.
-
-        Returns:
-            The description of the narrower model for the report.
-        """
+        """Remove units from the model and its configuration, and describe that for the report."""
         config: Any = checkpoint_root(self.module)[1].config
         # Computed, not counted afterwards: with streaming, units are removed only when the model is
         # saved.
@@ -482,11 +489,7 @@ class Run:
         }
 
     def _shorten(self, job: Job, plan: ShorteningPlan) -> dict[str, Any]:
-        """Choose blocks, repair those that stay, and remove the others from the model.
-
-        Returns:
-            The description of the shortened model for the report.
-        """
+        """Choose blocks, repair those that stay, remove the others, and describe that."""
         removal, repair = shorten_model(job)
         names = [plan.blocks[k].name for k in removal.blocks]
         config = config_without(plan, removal.blocks)
@@ -510,31 +513,7 @@ class Run:
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
-    def _config(self, processes: Processes, batches: int) -> dict[str, Any]:
-        """Return the settings of the run, as its report has them."""
-        config = self.settings.config() | {"batches": batches}
-        config["precision"] = str(self.trainer.precision)
-        if processes.size > 1:
-            config["processes"] = processes.size
-        if base_model := self._base_model:
-            config["base_model"] = base_model
-        if self._vocabulary:
-            config["vocabulary"] = self._vocabulary["kept"]
-        return config
-
-    def _provenance(self, steps: list[Step], processes: Processes) -> dict[str, Any]:
-        """Return the origin of the calibration data, and how the model was pruned before."""
-        earlier = pruned_before(self._base_model) if self._base_model else []
-        data = describe_data(self.trainer, steps, processes)
-        known = {"pruned_before": earlier} if earlier else {}
-        return {**known, "command": command(), "data": data}
-
     @property
     def _vocabulary(self) -> dict[str, Any]:
         """The record of the cut of the vocabulary before this run; empty without one."""
         return getattr(self.module, "vocabulary", None) or {}
-
-    @property
-    def _base_model(self) -> str | None:
-        """The name or path from which the model was loaded, if it has one."""
-        return getattr(checkpoint_root(self.module)[1], "name_or_path", None) or None

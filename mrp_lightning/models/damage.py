@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import FormatError, OptionError, TargetError
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.checkpoint import directory_of
 
 _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"

@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, TargetError
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.models.locations import gguf_files, refuse_empty

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import TargetError
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.narrowing.routing import Routing
 from mrp_lightning.narrowing.structure import BlockParts, Structure, set_attributes
 from mrp_lightning.targets.blocks import Block

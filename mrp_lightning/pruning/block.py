@@ -18,7 +18,7 @@ from mrp_lightning.calibration.hessians import (
 )
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import DenseStream, Walk
-from mrp_lightning.memory import return_freed_memory
+from mrp_lightning.devices import return_freed_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layers import (
     Aim,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import DataError, TargetError
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.rows import BlockReport
 from mrp_lightning.solver.grid import Grid, GridParameters

@@ -27,8 +27,8 @@ from mrp_lightning.calibration.walks import (
     WholeModel,
     hidden_of,
 )
+from mrp_lightning.devices import peak_rss
 from mrp_lightning.errors import TargetError
-from mrp_lightning.memory import peak_rss
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure

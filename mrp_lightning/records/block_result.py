@@ -20,7 +20,6 @@ from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"
 """The key, in the metadata of a journal's file, of its content other than tensors."""
-_LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +91,9 @@ class BlockResult:
         return replace(self, layers=layers)
 
     def with_weights_of(self, layers: Iterable[Layer], tuned: Iterable[Layer]) -> "BlockResult":
-        """Return a copy of this result whose `weights` are those that the model has now.
+        """Return a copy whose `weights` are the model's parameters now, not their values.
 
-        Args:
-            layers: The layers of the block, of which the pruned ones count.
-            tuned: Other layers whose weights block tuning changed.
-
-        Returns:
-            The copy; its tensors share the memory of the parameters, and this result is unchanged.
+        Of the `layers` of the block the pruned ones count, and all that block tuning changed.
         """
         changed = [*self.pruned(layers), *tuned]
         weights = {layer.parameter_name: layer.parameter.detach() for layer in changed}
@@ -148,14 +142,12 @@ class BlockResult:
         content["layers"] = [row.to_dict() for row in self.rows]
         if self.row is not None:
             content["block"] = self.row.to_dict()
-        save_tensors(self.weights, file, json.dumps(content))
+        metadata = {"format": "pt", _KEY: json.dumps(content)}
+        save_file(dict(self.weights), file, metadata)
 
     def save_grid(self, file: Path) -> None:
-        """Write the parameters of grids.
-
-        The file is separate, since that of a streamed block's weights joins the checkpoint.
-        """
-        save_parameters(self.grid, file, {_KEY: "grid"})
+        """Write the parameters of grids, apart: a streamed block's file joins the checkpoint."""
+        save_parameters(self.grid, file)
 
     @classmethod
     def load(cls, file: Path) -> "BlockResult":
@@ -175,31 +167,6 @@ class BlockResult:
         remedy = "set `resume: false` (`prune --restart`) to start the run afresh"
         header = as_dataclass(_Header, content, str(file), remedy)
         return cls(header.name, tuple(map(LayerResult, header.layers)), header.block, weights)
-
-
-def save_tensors(tensors: Mapping[str, Tensor], file: Path, about: str) -> None:
-    """Write contiguous tensors to a file of a journal.
-
-    `about` is stored under the metadata key `record`, by which `is_of_journal` recognises the file.
-    """
-    save_file(dict(tensors), file, {"format": "pt", _KEY: about})
-
-
-def is_of_journal(file: Path) -> bool:
-    """Return whether the header of a file has the metadata key `record`, as those of a journal do.
-
-    The weights are not read, and may be truncated: the process that wrote them may have been
-    killed. A file without a whole header is not recognised.
-    """
-    try:
-        with file.open("rb") as opened:
-            # The layout of safetensors: 8 bytes of length, a header in JSON, then the tensors. The
-            # bound keeps a file of another kind from being read whole by its first 8 bytes.
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, _LONGEST_HEADER)))
-        return _KEY in header["__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 @dataclass(kw_only=True)

@@ -23,9 +23,7 @@ NAME = "grid/parameters.safetensors"
 """The path of the file in the directory of a run."""
 
 
-def save_parameters(
-    parameters: Mapping[str, GridParameters], file: Path, metadata: Mapping[str, str] | None = None
-) -> None:
+def save_parameters(parameters: Mapping[str, GridParameters], file: Path) -> None:
     """Write the parameters of layers, by layer name, as tensors `LAYER.scales` and `LAYER.minima`.
 
     A tensor is float16 if that holds all of its numbers exactly, else float32. The directory is
@@ -41,7 +39,7 @@ def save_parameters(
         if tensor is not None
     }
     file.parent.mkdir(exist_ok=True)
-    save_file(tensors, file, {"format": "pt", **(metadata or {})})
+    save_file(tensors, file, {"format": "pt"})
 
 
 def load_parameters(file: str | PathLike[str]) -> dict[str, GridParameters]:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import NumericalWarning
-from mrp_lightning.memory import is_out_of_memory
 from mrp_lightning.upstream.torch_names import (
     float32_precision,
     multiplies_bfloat16,

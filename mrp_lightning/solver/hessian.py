@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mrp_ground.arguments import checked, is_count
+from mrp_lightning.devices import return_freed_memory
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
-from mrp_lightning.memory import return_freed_memory
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.arithmetic import (
     bfloat16_factors,

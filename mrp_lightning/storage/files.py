@@ -69,8 +69,7 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 def hidden_sibling(path: Path, suffix: str) -> Path:
     """Return the hidden path `.NAME` + suffix next to a path, for its lock or unfinished content.
 
-    Raises:
-        OptionError: The path has no name, being the root, or one of more than 230 bytes.
+    An OptionError is raised for the root, which has no name, and for more than 230 bytes.
     """
     size, most = len(os.fsencode(path.name)), _NAME_MAX - _ADDED
     if not 0 < size <= most:
@@ -96,9 +95,6 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
     Parent directories are created. If writing fails, the old content stays and nothing else is
     left; afterwards the content is on the disk, also after a power failure. The file gets the
     default permissions of the umask. A link at the path is replaced, not followed.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     path = Path(path)
     make_directories(path.parent)
@@ -118,13 +114,9 @@ def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) ->
 
     If the text only `adds` to the existing text, a file that the user wrote or changed is not
     entered, and remains the user's.
-
-    Raises:
-        OSError: The file or the manifest cannot be written.
     """
     path = Path(path)
-    is_users = adds and os.path.lexists(path) and _why_not_ours(path)
-    if is_users:
+    if adds and os.path.lexists(path) and _why_not_ours(path):
         save_text(path, text)
         return
     listed = _read(path.parent / MANIFEST)
@@ -139,12 +131,9 @@ def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) ->
 def check_output_file(
     path: str | os.PathLike[str], argument: str, remedy: str = "move it away"
 ) -> None:
-    """Raise if a file would be replaced that this package did not write, or that was changed.
+    """Raise a `FileExistsError` for a directory, or a file that others wrote or changed.
 
     `remedy` ends the message, after "Name another file, or".
-
-    Raises:
-        FileExistsError: The path is such a file, or a directory.
     """
     path = Path(path)
     if path.is_dir():
@@ -167,10 +156,9 @@ def write_manifest(directory: Path) -> None:
 
 
 def _why_not_ours(path: Path, digest: str | None = None) -> str:
-    """Return why a file may not be replaced, such as "was changed since"; empty if it may.
+    """Return why a file may not be replaced; empty if it has one of the checksums in `digest`.
 
-    `digest` holds the allowed checksums, separated by spaces; by default those in the manifest of
-    the file's directory.
+    By default these are the ones in the manifest of the file's directory.
     """
     digest = digest or _read(path.parent / MANIFEST).get(path.name)
     if digest is None:
@@ -225,11 +213,7 @@ def make_directories(path: Path) -> None:
 
 
 def move_durably(partial: Path, path: Path) -> None:
-    """Rename a complete file to `path` durably: it survives a crash of the machine.
-
-    Raises:
-        OSError: The file cannot be flushed to the disk, or renamed.
-    """
+    """Rename a complete file to `path` durably: it survives a crash of the machine."""
     # 1. The content reaches the disk.
     # 2. The name changes, atomically.
     # 3. The new entry reaches the disk. With 2 before 1, a power failure could leave the name with
@@ -251,19 +235,16 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of a file to errors in this context that name none, such as those of `fsync`.
+    """Add the name of a file to an `OSError` in this context that has none, as those of `fsync`.
 
-    Raises:
-        OSError: The same error, with `filename`; or a `SafetensorError`, as EIO. Errors of
-            subclasses of `OSError` pass unchanged.
+    A `SafetensorError` becomes an `OSError`, too.
     """
     try:
         yield
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
     except OSError as error:
-        # Subclasses such as `FileNotFoundError` are caught by type further up, and would lose it
-        # here.
+        # Subclasses are caught by type further up, and would lose it here.
         if type(error) is not OSError or error.filename is not None:
             raise
         reason = error.strerror or str(error)  # numpy's error for a short write has no errno

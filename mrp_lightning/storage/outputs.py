@@ -26,17 +26,15 @@ from mrp_lightning.storage.files import (
     write_manifest,
 )
 
-_PROBE = ".probe"
+log = logging.getLogger(__name__)
+
+_STAGING, _OLD = ".staging", ".old"
 
 
 def _check_replaceable(
     path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]
 ) -> None:
-    """Raise if an output path cannot be replaced as a whole, or must not be.
-
-    Neither files nor mount points are replaced, nor directories that hold the working directory,
-    the home directory or a source.
-    """
+    """Raise for a file, a mount point, or a directory that holds a source or where the user is."""
     _require_directory(path, argument)
     path = path.resolve()
     if path.is_mount():
@@ -86,27 +84,16 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
 
 
 def _probe(above: Path, path: Path, argument: str) -> None:
-    """Create and remove a directory, a safer test than reading permissions."""
-    _remove_probes(path, {above, path.parent})
+    """Raise unless a file without a name can be made in the directory `above` a path."""
     try:
         # Permission bits do not show read-only mounts, quotas or access lists; only an attempt
         # does.
-        probe = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PROBE, dir=above))
-        with suppress(FileNotFoundError):  # another process removed it as abandoned
-            probe.rmdir()
+        tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
         raise PermissionError(
             f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
             "directory."
         ) from error
-
-
-def _remove_probes(path: Path, directories: Iterable[Path]) -> None:
-    """Remove the probes of killed processes."""
-    for directory in directories:
-        for probe in directory.glob(f".{glob.escape(path.name)}.*{_PROBE}"):
-            with suppress(OSError):
-                probe.rmdir()
 
 
 def _existing(path: Path) -> Path:
@@ -115,11 +102,9 @@ def _existing(path: Path) -> Path:
 
 
 def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
-    """Check that a directory is empty or missing, or may be replaced and holds only our files.
+    """Raise a `FileExistsError` for a directory with content that may not be replaced.
 
-    Raises:
-        FileExistsError: The directory is not empty, and `overwrite` is false or it holds files that
-            others wrote or changed, which the message names.
+    With `overwrite`, that is one with files that others wrote or changed, which the message names.
     """
     if not path.is_dir() or not any(path.iterdir()):
         return
@@ -142,28 +127,17 @@ def _check_room(path: Path, argument: str, num_bytes: int) -> None:
     """Raise if a path cannot be created or replaced in its parent, or the disk is too full."""
     above = _existing(path.parent)
     _probe(above, path, argument)
-    if path.is_dir():
-        # In a directory with the sticky bit, such as /tmp, only the owner of an entry, of the
-        # directory, or root may rename it. The probe above does not show this: it is the process's
-        # own.
-        sticky = above.stat().st_mode & stat.S_ISVTX
-        may_rename = not sticky or os.geteuid() in (0, above.stat().st_uid, path.stat().st_uid)
-        if not may_rename or not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(
-                f"`{argument}`: {path} cannot be replaced: it, or {above} with its sticky bit, "
-                "belongs to another user, or may not be written. Name another directory."
-            )
+    if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"`{argument}`: {path} cannot be replaced: it may not be written. Name another "
+            "directory."
+        )
     free = shutil.disk_usage(above).free
     if num_bytes > free:
         raise OptionError(
             f"`{argument}`: {path} will take {num_bytes / 1e9:.2f} GB, but the disk has "
             f"{free / 1e9:.2f} GB left. Make room, or name a directory on another disk."
         )
-
-
-log = logging.getLogger(__name__)
-
-_STAGING, _OLD = ".staging", ".old"
 
 
 def check_output_dir(
@@ -225,14 +199,11 @@ def save_directory(
     After an error in the context, that directory is removed and `path` is unchanged. While another
     process writes `path`, this function waits. If one was killed while it replaced `path`, the old
     content is put back first. Files get the default permissions of the umask; a replaced directory
-    keeps its own. All content is on the disk before the replaced directory is
-    deleted, and before the context ends. The arguments are those of `check_output_dir`.
+    keeps its own. All content is on the disk before the replaced directory is deleted, and before
+    the context ends. The arguments and errors are those of `check_output_dir`, whose checks of
+    content are repeated at the end.
 
     Raises:
-        FileExistsError: `check_output_dir` raises it for `path`, at the start or the end of the
-            context; but another process is waited for.
-        PermissionError: Likewise, at the start.
-        OptionError: Likewise, at the start.
         OSError: The content could not be written to the disk; or a replaced directory could not be
             restored after a failure, and the message names its new path.
     """
@@ -273,9 +244,7 @@ def save_file(path: Path, *, argument: str) -> Iterator[Path]:
         argument: The name of the argument with the path, for messages.
 
     Raises:
-        OptionError: The name of the file has more than 230 bytes.
-        PermissionError: The directory of the file cannot be created, written or locked.
-        OSError: The file was not written, or cannot be flushed to the disk.
+        OSError: The directory cannot be created, written or locked, or the file not be written.
     """
     make_directories(path.parent)
     with _held(path, argument), _staged(path) as staging:
@@ -302,13 +271,7 @@ def _lock_file(path: Path) -> Path:
 
 @contextmanager
 def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
-    """Lock an output path against other processes; wait for a process that is writing it.
-
-    Raises:
-        Timeout: Another process still holds the lock after `timeout` seconds; never raised if
-            `timeout` is negative.
-        PermissionError: The path of the lock cannot be used.
-    """
+    """Lock an output path; wait `timeout` seconds for another process, without end if negative."""
     file = _lock_file(path)
     lock = FileLock(file)
     try:
@@ -336,7 +299,6 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove the incomplete directories of killed processes; the lock must be held."""
-    _remove_probes(path, [path.parent])
     # The lock is held, so a staging directory of this path belongs to no living process: it can be
     # deleted.
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
@@ -355,8 +317,7 @@ def _set_aside(path: Path) -> list[Path]:
 def _restore(path: Path) -> None:
     """Put back what a killed process moved aside; the lock must be held.
 
-    If `path` exists, it may hold the new content or what others put there, and the old content may
-    be its only copy: it stays, and a warning names its path.
+    If `path` exists, the old content may be its only copy: it stays, and a warning names its path.
     """
     newest_first = sorted(_set_aside(path), key=lambda aside: -aside.stat().st_mtime_ns)
     for aside in newest_first:
@@ -376,23 +337,14 @@ def _warn_of(old: Path, path: Path) -> None:
 
 
 def _give_permissions(staging: Path, path: Path) -> None:
-    """Give files and directories the default permissions, since temporary ones are private.
-
-    A replaced directory keeps its mode; if it has the setgid bit, all content gets its group.
-    """
+    """Give temporary, private files the default permissions, and `staging` the mode of `path`."""
     # The umask can only be read by setting it; it is restored at once.
     umask = os.umask(0)
     os.umask(umask)
-    mode, group = 0o777 & ~umask, None
-    if path.is_dir():
-        mode = stat.S_IMODE(path.stat().st_mode)
-        group = path.stat().st_gid if mode & stat.S_ISGID else None
     for file in (*staging.rglob("*"), staging):
-        if group is not None:
-            with suppress(PermissionError):  # only members of the group may set it
-                os.chown(file, -1, group)
-        usual = (0o777 if file.is_dir() else 0o666) & ~umask
-        file.chmod(mode if file == staging else usual)
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
+    if path.is_dir():
+        staging.chmod(stat.S_IMODE(path.stat().st_mode))
 
 
 def _move_into_place(staging: Path, path: Path) -> None:

@@ -3,17 +3,6 @@
 from typing import Any
 
 
-def movable() -> type:
-    """Return the class of all objects that Lightning moves to a device: those with a method `to`.
-
-    Seen in Lightning 2.6. Batches may hold such objects besides tensors. Replacement: a public name
-    in `lightning.fabric.utilities`.
-    """
-    from lightning.fabric.utilities.apply_func import _TransferableDataType
-
-    return _TransferableDataType
-
-
 def in_order(callbacks: list[Any]) -> list[Any]:
     """Return callbacks in the order in which a trainer calls them, or raise as a trainer would.
 

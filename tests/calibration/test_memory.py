@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mrp_lightning.calibration.offload import explained_out_of_memory
+from mrp_lightning.devices import peak_rss, return_freed_memory
 from mrp_lightning.errors import OutOfMemoryError
-from mrp_lightning.memory import peak_rss, return_freed_memory
 
 
 @pytest.mark.parametrize(

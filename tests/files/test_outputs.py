@@ -361,13 +361,11 @@ def test_leftovers_of_a_power_cut_are_removed(tmp_path):
     staging = tmp_path / ".out.abcdefgh.staging"
     (staging).mkdir()
     (staging / "..mrp_files.json.0123abcd.partial").write_text("{")  # never renamed
-    (tmp_path / ".out.abcdefgh.probe").mkdir()
     users = tmp_path / ".out.notes.staging"
     users.mkdir()
     (users / "notes.txt").write_text("mine")
     with save_directory(tmp_path / "out"):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"out", users.name}
-    (tmp_path / ".out.abcdefgh.probe").mkdir()
-    require_writable(tmp_path / "out", "out")
-    assert not (tmp_path / ".out.abcdefgh.probe").exists()
+    require_writable(tmp_path / "new", "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", users.name}

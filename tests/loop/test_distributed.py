@@ -12,9 +12,8 @@ from thread_processes import together
 from warm import Piped
 
 from mrp_lightning.errors import DataError, NumericalWarning
-from mrp_lightning.loop.calibration_data import warn_of_data
+from mrp_lightning.loop.calibration_data import Step, warn_of_data
 from mrp_lightning.loop.distributed import one_share_each, rank_zero_logging
-from mrp_lightning.loop.module_parts import Step
 from mrp_lightning.processes import Processes
 
 ROOT = Path(__file__).parents[2]

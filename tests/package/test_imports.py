@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 SHARED = (
     *("errors", "upstream", "environment", "storage"),
-    *("devices", "memory", "processes", "signals", "terminal"),
+    *("devices", "processes", "signals", "terminal"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
 
