@@ -18,8 +18,7 @@ from mrp_lightning.models.checkpoint import (
     refuse_adapter,
     weight_files,
 )
-from mrp_lightning.models.damage import explained_damage
-from mrp_lightning.models.integrity import check_files, check_values
+from mrp_lightning.models.integrity import check_files, check_values, explained_damage
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json

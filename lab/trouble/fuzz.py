@@ -44,9 +44,8 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
     from mrp_lightning.journal.manifest import Manifest
     from mrp_lightning.models.checkpoint import stored_names, weight_files
     from mrp_lightning.models.companions import find_companions
-    from mrp_lightning.models.damage import damaged_files
     from mrp_lightning.models.gguf import gguf_config
-    from mrp_lightning.models.integrity import check_values
+    from mrp_lightning.models.integrity import check_values, damaged_files
     from mrp_lightning.records import evaluation
     from mrp_lightning.records.block_result import BlockResult
     from mrp_lightning.records.grid_file import load_parameters

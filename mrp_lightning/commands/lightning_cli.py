@@ -18,7 +18,7 @@ from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
-from mrp_lightning.models.damage import explained_checkpoint
+from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.text.mixture import ONE_TEXT, exclusive_keys
 from mrp_lightning.upstream.lightning_names import spawns_workers

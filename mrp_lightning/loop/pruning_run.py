@@ -442,9 +442,7 @@ class Run:
         if narrowed["structure"] == BLOCKS:
             repair, removed = narrowed["repair"], narrowed["removed"]
             fitted = f", {repair['change']:.4f} after {', '.join(repair['layers'])} was fitted"
-            done = (
-                f"Removed {', '.join(removed)}, {len(removed)} of {narrowed['units']} blocks,"
-            )
+            done = f"Removed {', '.join(removed)}, {len(removed)} of {narrowed['units']} blocks,"
             change = f"change of its output: {narrowed['change']:.4f}"
             loss = change + fitted * bool(repair["layers"])
         else:

@@ -26,7 +26,7 @@ from mrp_lightning.loop.causal_lm import CausalLM, ExactValues
 from mrp_lightning.loop.distributed import require_whole_models
 from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.checkpoint import text_config
-from mrp_lightning.models.damage import explained_checkpoint, why_no_checkpoint
+from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport

@@ -85,10 +85,7 @@ def _check_shape(name: str, value: Any, ids: Tensor, content: str) -> None:
 def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
     """Raise a DataError for token ids outside a model's vocabulary, unless it is multimodal.
 
-    Args:
-        model: The model.
-        ids: Token ids (batch, length).
-        purpose: The purpose of the batch, such as "calibration", for the message.
+    `purpose` is that of the batch, such as "calibration", for the message.
     """
     table = _embedding(model)
     if table is None or not ids.numel():

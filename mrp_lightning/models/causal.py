@@ -28,11 +28,9 @@ from mrp_lightning.upstream.torch_names import uncompiled
 
 @dataclass(frozen=True)
 class Loaded:
-    """A causal language model with its tokenizer.
+    """A causal language model of transformers with its tokenizer.
 
     Attributes:
-        model: The model of transformers.
-        tokenizer: Its tokenizer, `None` where there is none.
         streamed: The blocks that stay in files, `None` for a model in memory.
         source: The location of the model's files, else its configuration as plain values.
         tokenizer_source: The location of another tokenizer than the model's own, if it has one.
@@ -56,17 +54,10 @@ def load_causal(
     streaming: bool,
     **hub: Any,
 ) -> Loaded:
-    """Load a causal language model and its tokenizer; `CausalLM` lists the errors.
+    """Load a causal language model and its tokenizer.
 
-    Args:
-        model: A directory, hub id or GGUF file, a configuration, or a loaded model.
-        tokenizer: A tokenizer or its location; `None` is the model's own.
-        find_blocks: Returns the blocks of a model that is streamed, by name.
-        dtype: The precision of the weights; `None` is the checkpoint's.
-        gguf_file: The name of a GGUF file in the directory or hub repository `model`.
-        attn_implementation: The attention kernel; `None` is the model's own.
-        streaming: Whether the blocks stay in files.
-        **hub: `revision` and `trust_remote_code`.
+    Arguments and errors are those of `CausalLM`; `find_blocks` returns the blocks of a model that
+    is streamed, by name.
     """
     location, streamed = None, None
     if isinstance(model, str | os.PathLike):

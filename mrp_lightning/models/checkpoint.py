@@ -69,14 +69,8 @@ def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> Non
     """Raise if a directory holds a PEFT adapter, with or without a model beside it.
 
     With peft installed, transformers would load an adapter in place of the model beside it; without
-    peft it would load the model as if there were no adapter.
-
-    Args:
-        directory: The directory.
-        argument: The argument that gave the directory, for the message.
-
-    Raises:
-        FormatError: The directory holds an adapter.
+    peft it would load the model as if there were no adapter. The `argument` that gave the directory
+    is in the message of the `FormatError`.
     """
     path = Path(directory).expanduser()
     if not (path / "adapter_config.json").is_file():
@@ -194,8 +188,8 @@ def register_format(config: Any) -> None:
 def why_not_readable(config: Any) -> str | None:
     """Return why the weights of a checkpoint cannot be read as matrices, with the next step.
 
-    The result is `None` if the checkpoint is not quantized, if a registered format reads
-    it, or if its configuration asks transformers to dequantize it.
+    The result is `None` if it is not quantized, a registered format reads it, or its configuration
+    asks transformers to dequantize it.
     """
     settings = _quantization(config)
     if not settings or settings.get("dequantize"):
@@ -237,13 +231,8 @@ def build_without_weights(
 ) -> PreTrainedModel:
     """Build a model on the meta device: no weights are read or allocated, whatever its size.
 
-    Args:
-        config: Configuration of the model.
-        kind: Class of the model; `None` means that of `model_class`.
-        trust_remote_code: Whether code that comes with the checkpoint may run here.
-
-    Raises:
-        FormatError: transformers cannot build a model from the configuration.
+    `kind` is the class of the model, by default that of `model_class`. A FormatError is raised if
+    transformers cannot build it.
     """
     kind = kind or model_class(config)
     try:

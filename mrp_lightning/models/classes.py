@@ -92,14 +92,10 @@ def reads_text_alone(model: PreTrainedModel) -> bool:
 
 
 def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> None:
-    """Raise unless a configuration is of a causal language model.
+    """Raise a TargetError unless a configuration is of a causal language model.
 
     Loaded as one, another model would lose the parts that only its own class has, such as the head
-    of a classifier.
-
-    Raises:
-        TargetError: It is of another model; the message shows how to prune that as it is.
-        FormatError: transformers cannot build the other model.
+    of a classifier. The message shows how to prune it as it is.
     """
     if is_causal(config):
         return
@@ -115,13 +111,7 @@ def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: 
 
 
 def require_text(model: PreTrainedModel, kind: Any, source: str) -> None:
-    """Raise a `TargetError` for a model that reads more than one text.
-
-    Args:
-        model: The model, with or without weights.
-        kind: The class that loads it.
-        source: Its directory or hub id.
-    """
+    """Raise a `TargetError` for a model of `source`, loaded by `kind`, that reads other inputs."""
     if not reads_text_alone(model):
         raise TargetError(
             f"`model`: {source} is a {type(model).__name__}, which reads other inputs than one "

@@ -31,13 +31,10 @@ OF_TOKENIZER = VOCABULARIES | {
 
 @dataclass(frozen=True)
 class Companions:
-    """The files beside a checkpoint.
+    """The files beside a checkpoint, by their paths relative to its directory.
 
-    Attributes:
-        directory: The directory of the checkpoint.
-        files: Their paths, relative to the directory.
-        outside: Links to files elsewhere on this machine, each with its target. They are not among
-            the `files`: a copy may be published, and a checkpoint could link to any file.
+    `outside` has the links to files elsewhere on this machine, each with its target. They are not
+    among the `files`: a copy may be published, and a checkpoint could link to any file.
     """
 
     directory: Path

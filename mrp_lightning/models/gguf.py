@@ -33,11 +33,8 @@ from mrp_lightning.upstream.other_names import bounded_gguf, bounded_gguf_reader
 def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
     """Return the path of a GGUF file in a directory or, at a revision, on the hub (downloaded).
 
-    Without `gguf_file` the source is returned unchanged.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        OptionError: The source is empty.
+    Without `gguf_file` the source is returned unchanged. A FileNotFoundError is raised if there is
+    no such file.
     """
     refuse_empty(source)
     if gguf_file is None:
@@ -64,9 +61,7 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
 def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
     """Yield the arguments with which `from_pretrained` reads a GGUF file, and explain its errors.
 
-    Args:
-        file: The file.
-        argument: The argument with which the user named the file, for messages.
+    The `argument` with which the user named the file is in the messages.
 
     Raises:
         DependencyError: The packages that read GGUF files are not installed.

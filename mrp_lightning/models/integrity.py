@@ -1,17 +1,24 @@
-"""Check that the configuration, the files and the model of a checkpoint are of one another."""
+"""Check that the files of a checkpoint are whole, hold tensors alone, and are of one model."""
 
 import os
+import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.errors import FormatError
-from mrp_lightning.models.checkpoint import weight_files
+from mrp_lightning.devices import is_out_of_memory
+from mrp_lightning.errors import ArgumentError, DependencyError, FormatError
+from mrp_lightning.models.checkpoint import directory_of, weight_files
 
+_NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 _MOST_MODULES = 4096
 """The largest plausible number of layers or blocks of one kind; published models have some
 hundreds."""
@@ -24,11 +31,7 @@ _FREE = 2**28
 
 
 def check_values(values: Any, source: str | os.PathLike[str]) -> None:
-    """Raise for a `config.json` that would make transformers loop for ever, or fetch code.
-
-    Raises:
-        FormatError: The file holds no object, or implausible values; the message lists all.
-    """
+    """Raise a `FormatError` for a `config.json` by which transformers would loop, or fetch code."""
     if not isinstance(values, Mapping):
         raise FormatError(
             f"`model`: {source}: expected config.json to hold an object, got a "
@@ -86,17 +89,16 @@ def check_size(
 
     Args:
         model: The model on the meta device, where it takes no memory.
-        num_bytes: The size of these files. A weight takes at least a byte, or a bit if it is packed
-            or quantized.
+        num_bytes: The size of these files.
         source: The location of the files, for the message.
         is_packed: Whether weights are packed or quantized; `None` asks the model's configuration.
 
     Raises:
         FormatError: The files are too small to hold the weights.
     """
-    # Tied weights count once: a file stores them once.
-    # The bound is one of plausibility, n ≤ 8·bytes or n ≤ bytes, plus the tables that a model
-    # computes: it shall refuse a configuration of terabytes, not measure a file.
+    # A bound of plausibility, n ≤ bytes, or n ≤ 8·bytes where a packed weight may take a bit, plus
+    # the tables that a model computes: it shall refuse a configuration of terabytes, not measure a
+    # file. Tied weights count once.
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     needed = sum(tensor.numel() for tensor in tensors)
     if is_packed is None:
@@ -143,12 +145,8 @@ def left_out(
 ) -> str | None:
     """Return which tensors of a checkpoint its model has no place for, `None` if it has all.
 
-    Blocks for multi-token prediction, and buffers that transformers computes anew, do not count.
-
-    Args:
-        source: The location of the checkpoint.
-        model: The model.
-        names: The names of the tensors that loading did not use.
+    Of `names`, the tensors that loading did not use, blocks for multi-token prediction and buffers
+    that transformers computes anew do not count.
     """
     names = sorted(names)
     # `larger` refuses more blocks than the family has.
@@ -194,10 +192,7 @@ def larger(
 def _beyond(
     model: PreTrainedModel, made: Mapping[str, int], names: Iterable[str]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield the tensors in blocks after a model's last: name, list of blocks, index in it.
-
-    `made` is the number of blocks in each of the model's lists; tensors in other lists are none.
-    """
+    """Yield the tensors in blocks after the last of `made`: name, list of blocks, index in it."""
     for name in names:
         # The names in a checkpoint of the base model lack the first part.
         for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
@@ -218,3 +213,124 @@ def _places(name: str) -> Iterator[tuple[str, int]]:
     """Yield the lists of blocks that contain a tensor, by its name, with the index in each."""
     for part in re.finditer(r"\.(\d+)(?=\.)", name):
         yield name[: part.start()], int(part[1])
+
+
+def read_pickle(file: str | os.PathLike[str]) -> Any:
+    """Load the tensors and plain containers in a file of `torch.save`, without running its code.
+
+    All tensors are on the CPU, memory-mapped if the file is an archive. `torch.load` raises an
+    `UnpicklingError` for other objects.
+    """
+    # Only an archive can be mapped: its entries are stored, not compressed, so that their bytes in
+    # the file are the weights.
+    is_archive = zipfile.is_zipfile(file)
+    if is_archive:
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise FormatError("it is compressed, and `torch.save` compresses nothing")
+    return torch.load(file, weights_only=True, mmap=is_archive, map_location="cpu")
+
+
+def why_no_pickle(file: Path) -> str | None:
+    """Return why `read_pickle` refuses a file, `None` if it does not."""
+    try:
+        read_pickle(file)
+    except pickle.UnpicklingError as error:
+        called = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if called is None:
+            return _NO_PICKLE
+        return (
+            f"it is a pickle that calls {called[1]}, which was not run. If you trust its source, "
+            "save the model there as safetensors"
+        )
+    except (EOFError, FormatError, RuntimeError) as error:
+        return str(error).splitlines()[0] if str(error) else "it is empty or cut off"
+    except Exception:  # of any type: torch's unpickler does not check that a file is a pickle
+        return _NO_PICKLE
+    return None
+
+
+def not_loaded(source: str, error: Exception) -> str:
+    """Return the message for a source that transformers refuses, with its reason."""
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return f"`model`: {source} cannot be loaded. {reason}"
+
+
+@contextmanager
+def explained_damage(source: str, revision: str | None) -> Iterator[None]:
+    """Replace unexpected errors of loading a model by one that names the damaged files, if any.
+
+    Raises:
+        FormatError: The model cannot be loaded.
+    """
+    try:
+        yield
+    except Exception as error:  # of any type: transformers does not check files
+        # The files are examined only after an error, since reading all headers takes time, and
+        # pickles have to be unpickled. Errors with a message of their own pass, as does a lack of
+        # memory, which is no damage.
+        if isinstance(error, OSError | DependencyError | ArgumentError) or is_out_of_memory(error):
+            raise
+        directory = directory_of(source, revision)
+        damaged = {} if directory is None else damaged_files(directory)
+        if not damaged:
+            raise FormatError(not_loaded(source, error)) from error
+        listed = "\n".join(f"  {file}: {reason}" for file, reason in damaged.items())
+        raise FormatError(
+            f"`model`: {len(damaged)} of the files with the weights of {source} cannot be read. "
+            f"Fetch or write them again:\n{listed}"
+        ) from error
+
+
+def damaged_files(directory: Path) -> dict[str, str]:
+    """Return why weight files in a directory cannot be read, by name; of safetensors, headers."""
+    reasons = {}
+    for file in sorted((*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"))):
+        reason = _why_no_safetensors(file) if file.suffix == ".safetensors" else why_no_pickle(file)
+        if reason is not None:
+            reasons[file.name] = reason
+    return reasons
+
+
+def _why_no_safetensors(file: Path) -> str | None:
+    try:
+        with safe_open(file, framework="pt"):
+            return None
+    except SafetensorError as error:
+        size = file.stat().st_size
+        return f"its {size:,} bytes are no whole safetensors file ({error})"
+
+
+@contextmanager
+def explained_checkpoint(path: Any, *, weights_only: bool = True) -> Iterator[None]:
+    """Explain errors of reading a Lightning checkpoint, a path or URL, by a `FormatError`.
+
+    Objects other than tensors and plain containers explain an error only with `weights_only`.
+    """
+    try:
+        yield
+    except FormatError:
+        raise
+    except Exception as error:  # only an unreadable file is explained; other errors pass
+        reason = None
+        if isinstance(path, str | Path) and Path(path).is_file():
+            # A file that reads well here leaves `reason` empty: the error has another cause, and
+            # passes. So it does with an archive that was read whole, other objects included.
+            reason = why_no_pickle(Path(path))
+            if reason is None:
+                reason = why_no_checkpoint(read_pickle(path))
+            elif not weights_only and zipfile.is_zipfile(path):
+                reason = None
+        elif isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and plain containers, and only these are read"
+        if reason is None:
+            raise
+        raise FormatError(f"`ckpt_path`: {path} cannot be read: {reason}.") from error
+
+
+def why_no_checkpoint(content: Any) -> str | None:
+    """Return why the content of a file is no Lightning checkpoint, `None` if it is one."""
+    keys = ("state_dict", "pytorch-lightning_version")
+    if isinstance(content, dict) and all(key in content for key in keys):
+        return None
+    return f"it is no checkpoint of Lightning, which has {' and '.join(keys)}"

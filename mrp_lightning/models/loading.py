@@ -1,7 +1,7 @@
 """Load models, configurations and tokenizers from directories, the hub and GGUF files."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -28,11 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import build_glob_alternation
-from transformers.utils import (
-    cached_file,
-    is_flash_attn_2_available,
-    is_flash_attn_3_available,
-)
+from transformers.utils import cached_file
 
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.environment import why_no_hub
@@ -52,20 +48,22 @@ from mrp_lightning.models.checkpoint import (
 )
 from mrp_lightning.models.classes import name_class_of_files, require_causal, require_text
 from mrp_lightning.models.companions import MODULES, VOCABULARIES, directories_of_modules
-from mrp_lightning.models.damage import explained_damage, not_loaded, read_pickle
 from mrp_lightning.models.gguf import gguf_config, gguf_model, has_tokenizer, reading
-from mrp_lightning.models.integrity import check_files, check_values, left_out, misfits
+from mrp_lightning.models.integrity import (
+    check_files,
+    check_values,
+    explained_damage,
+    left_out,
+    misfits,
+    not_loaded,
+    read_pickle,
+)
 from mrp_lightning.models.locations import find_gguf, is_path, require_model
 from mrp_lightning.upstream.transformers_names import conversions_at_loading, dtypes_kept
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that the values of a `config.json` describe.
-
-    Raises:
-        OptionError: `values` has no `model_type`.
-        FormatError: The values are implausible (see `check_values`), or transformers refuses them.
-    """
+    """Return the configuration that the values of a `config.json` describe."""
     if "model_type" not in values:
         raise OptionError(
             "`model` given as a dictionary is a transformers configuration and needs `model_type`, "
@@ -92,7 +90,6 @@ def load_config(
 
     Raises:
         FileNotFoundError: `source` is none of these, or a directory without a `config.json`.
-        OptionError: The attention kernel that the configuration names is not installed.
         FormatError: transformers does not know the model, or may not run the code that comes with
             it; the directory holds a PEFT adapter; or the GGUF file or the configuration is
             damaged. `find_gguf` and `reading` raise more.
@@ -107,14 +104,11 @@ def load_config(
             location = found_at(source)
             values = PreTrainedConfig.get_config_dict(**location, **hub)[0]
             check_values(values, source)
-            # An argument replaces the kernel of config.json, which then need not be installed.
-            if attn_implementation is None:
-                _check_attention(values, source)
-            else:
+            if attn_implementation is not None:
                 hub["attn_implementation"] = attn_implementation
             # Always passed, since transformers would otherwise ask on the terminal.
             config = AutoConfig.from_pretrained(**location, **{"trust_remote_code": False} | hub)
-        except (OSError, FormatError, OptionError):
+        except (OSError, FormatError):
             raise
         except Exception as error:  # of any type, from the model's own checks
             raise FormatError(not_loaded(source, error)) from error
@@ -126,25 +120,6 @@ def load_config(
         names = _stored_names(directory) or _names_on_hub(source, revision)
         name_class_of_files(config, directory, names)
     return config
-
-
-def _check_attention(values: dict[str, Any], source: str) -> None:
-    """Raise an OptionError if a `config.json` names an attention kernel that is not installed."""
-    for key in ("attn_implementation", "_attn_implementation"):
-        kernel = values.get(key)
-        if isinstance(kernel, str) and not _INSTALLED.get(kernel, lambda: True)():
-            raise OptionError(
-                f"`model`: config.json of {source} asks for {kernel}, which needs a GPU and a "
-                f'package that this machine lacks. Edit it: `"{key}": "sdpa"`, or remove that '
-                "line; `CausalLM` also takes `attn_implementation: sdpa`."
-            )
-
-
-_INSTALLED: dict[str, Callable[[], bool]] = {
-    "flash_attention_2": is_flash_attn_2_available,
-    "flash_attention_3": is_flash_attn_3_available,
-}
-"""Whether an attention kernel of another package can run here, by its name in `config.json`."""
 
 
 @contextmanager
@@ -189,11 +164,7 @@ def load_text_model(source: str, dtype: torch.dtype | None, **options: Any) -> P
 
     Files of BERT and its relatives hold the heads of its pretraining, too, and name a class without
     them. Such a model is loaded as its family's class for pretraining, with a warning, so that
-    nothing of the files is lost. Arguments and errors are those of `load_model`; a GGUF file holds
-    no such model.
-
-    Raises:
-        TargetError: The model reads more than one text, such as images or a second text.
+    nothing of the files is lost. Arguments and errors are those of `load_model` and `require_text`.
     """
     config, trust = load_config(source, **options), bool(options.get("trust_remote_code"))
     kind = model_class(config)
@@ -256,11 +227,7 @@ def _check_files(source: str, config: PreTrainedConfig, kind: Any) -> None:
 
 
 def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the floating dtype of a name such as `bfloat16`; return a dtype or `None` unchanged.
-
-    Raises:
-        OptionError: torch has no floating dtype of that name.
-    """
+    """Return the floating dtype of a name such as `bfloat16`; dtypes and `None` as they are."""
     if name is None or isinstance(name, torch.dtype):
         return name
     dtype = getattr(torch, name.removeprefix("torch."), None)
@@ -337,24 +304,23 @@ def warn_of_rounding(model: PreTrainedModel) -> None:
     state = model.state_dict()
     rounded = 0
     loses_digits = False
-    kinds: set[tuple[str, str]] = set()
+    kinds: set[tuple[torch.dtype, torch.dtype]] = set()
     for name, tensor in _published(model):
         dtype = state[name].dtype if name in state else tensor.dtype
         if _rounds(dtype, tensor.dtype):
             rounded += 1
-            kinds.add((_short(tensor.dtype), _short(dtype)))
+            kinds.add((tensor.dtype, dtype))
             loses_digits = loses_digits or not torch.equal(tensor, tensor.to(dtype).to(tensor))
     if loses_digits:
-        stored, dtypes = (" and ".join(sorted({*kind})) for kind in zip(*kinds, strict=True))
+        stored, dtypes = (
+            " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in kind}))
+            for kind in zip(*kinds, strict=True)
+        )
         log.warning(
             "`model`: %s in the files of %s %s %s, and the configuration says %s: all are rounded "
             "to it, here and in what is saved. `dtype: %s` (`--dtype %s`) keeps them.",
-            counted(rounded, "tensor"),
-            model.name_or_path,
-            "is" if rounded == 1 else "are",
-            stored,
-            dtypes,
-            *(2 * [stored.rpartition(" ")[2]]),
+            *(counted(rounded, "tensor"), model.name_or_path, "is" if rounded == 1 else "are"),
+            *(stored, dtypes, *(2 * [stored.rpartition(" ")[2]])),
         )
 
 
@@ -368,15 +334,8 @@ def _rounds(dtype: torch.dtype, stored: torch.dtype) -> bool:
     return is_short or own.smallest_normal > other.smallest_normal
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _published(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors that a model's source holds.
-
-    Each has the name of the weight of the model that is, or is computed from, the tensor.
-    """
+    """Yield the floating tensors of the source, by the names of the weights that they make."""
     # The source may have been deleted or replaced, or be a name that the hub does not know.
     with suppress(FormatError, OSError, SafetensorError):
         # Conversions are stateful, so each use takes a copy.
@@ -400,10 +359,7 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fetch_modules(source: str, revision: str | None) -> None:
-    """Download the modules that sentence-transformers runs after a model of the hub, if it has any.
-
-    transformers downloads the model alone, and a copy of it would lack them.
-    """
+    """Download the modules that sentence-transformers runs after a model, which a copy needs."""
     with suppress(OSError):  # there is no such file, or no hub
         options: Any = {"revision": revision, "local_files_only": why_no_hub() is not None}
         modules = Path(str(cached_file(source, MODULES, **options)))
@@ -412,10 +368,7 @@ def _fetch_modules(source: str, revision: str | None) -> None:
 
 
 def _names_on_hub(source: str, revision: str | None) -> Iterable[str]:
-    """Return the names of the tensors in a hub repository, from the headers of its safetensors.
-
-    They are none without a connection, and where the repository holds other files.
-    """
+    """Return the names of the tensors in a hub repository's safetensors files; none without any."""
     if Path(source).expanduser().exists() or why_no_hub():
         return []
     with suppress(HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
@@ -424,10 +377,7 @@ def _names_on_hub(source: str, revision: str | None) -> Iterable[str]:
 
 
 def _stored_names(directory: Path) -> Iterable[str]:
-    """Return the names of the tensors in a directory, in a pickle that can be mapped, too.
-
-    They are none where a file is missing or damaged, which loading explains.
-    """
+    """Return the names of the tensors in a directory; none if a file is missing or damaged."""
     with suppress(Exception):  # of any type: the unpickler checks no file
         match weight_files(directory):
             case [file] if is_zipfile(file):
@@ -441,10 +391,7 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
 
     Raises:
         FileNotFoundError: There is no tokenizer.
-        DataError: The tokenizer cannot be loaded.
-        FormatError: The GGUF file is damaged, or transformers cannot read it.
-        OptionError: `source` is empty, or a directory of several GGUF files.
-        TypeError: `source` is of another type.
+        DataError: The tokenizer cannot be loaded. `find_gguf` and `reading` raise more.
     """
     if isinstance(source, PreTrainedTokenizerBase):
         return source
@@ -484,12 +431,9 @@ def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundErro
 
 
 def find_tokenizer(source: str, **hub: Any) -> Any:
-    """Load the tokenizer stored with a model, `None` without one.
+    """Load the tokenizer stored with a model by `load_tokenizer`, `None` without one.
 
     A directory has one if it holds a file `tokenizer*` or a vocabulary (`VOCABULARIES`).
-
-    Raises:
-        DataError: The tokenizer cannot be loaded. `load_tokenizer` raises more.
     """
     path = Path(source).expanduser()
     if path.is_dir() and find_gguf(source) is None:
@@ -511,12 +455,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 
 
 def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the result of `tokenizer_files`, without running code in the files.
-
-    Raises:
-        DataError: The files are no tokenizer, or a damaged one.
-        FileNotFoundError: The files do not suffice for a tokenizer.
-    """
+    """Return the tokenizer of `tokenizer_files`, without running code in the files."""
     # The names come from a checkpoint, so each of their parts is a bare name: `../x` or an absolute
     # path would write outside of the temporary directory.
     is_right = isinstance(files, dict) and all(

@@ -9,12 +9,7 @@ from mrp_lightning.errors import OptionError
 
 
 def require_model(source: str) -> None:
-    """Raise for a name that can be no model: neither a model's directory or file, nor a hub id.
-
-    Raises:
-        FileNotFoundError: There is no such directory or file, or no `config.json` in it.
-        OptionError: The name is empty, or a directory of several GGUF files.
-    """
+    """Raise for a name that can be no model: neither a model's directory or file, nor a hub id."""
     if find_gguf(source):
         return
     path = Path(source).expanduser()

@@ -55,7 +55,6 @@ def save_pretrained(
         state: The weights to write, by their names in the model; `None` means all.
 
     Raises:
-        OptionError: `dtype` is no floating dtype.
         SaveError: The class of the model would not load the written files; see `check_saved`, which
             is not called if `state` is given.
     """
@@ -75,9 +74,7 @@ def save_pretrained(
         model.config.save_pretrained(directory)
     finally:
         model.config.dtype = stored
-    # The part of a model in `state` cannot load alone: `_save_blocks` checks the whole directory at
-    # its end.
-    if is_whole:
+    if is_whole:  # a part cannot load alone
         check_saved(model, directory)
     if tokenizer is not None:
         try:
@@ -108,19 +105,17 @@ def save_streamed(
     """
     narrowing = streamed.narrowing
     with nullcontext() if narrowing is None else narrowing.configured():
-        return _save_blocks(model, streamed, Path(directory), tokenizer=tokenizer, card=card)
+        save_pretrained(model, directory, tokenizer=tokenizer, card=card, state=streamed.rest)
+        file_of = _save_blocks(model, streamed, Path(directory))
+        check_saved(model, directory)
+    return file_of
 
 
 def _save_blocks(
-    model: PreTrainedModel,
-    streamed: StreamedBlocks,
-    directory: Path,
-    *,
-    tokenizer: Any,
-    card: str | None,
+    model: PreTrainedModel, streamed: StreamedBlocks, directory: Path
 ) -> dict[str, str]:
+    """Write the blocks, name the files of the `rest` anew, and write the index of all."""
     narrowing = streamed.narrowing
-    save_pretrained(model, directory, tokenizer=tokenizer, card=card, state=streamed.rest)
     # The index of `save_pretrained` lists the rest alone, and by old names. A new one is written
     # last, when all files have their final names.
     (directory / _INDEX).unlink(missing_ok=True)
@@ -152,7 +147,6 @@ def _save_blocks(
             )
             save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
     _write_index(directory / _INDEX, files)
-    check_saved(model, directory)
     return {name: file.name for name, file in file_of.items()}
 
 
@@ -180,10 +174,7 @@ def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> No
     """Check a newly written directory by loading it, on the meta device, with its model's class.
 
     Only the headers of the files are read. transformers converts names and stacked experts as in
-    any loading.
-
-    Raises:
-        SaveError: Weights of the class are missing in the files, or have other shapes there.
+    any loading. A SaveError is raised for weights that are missing, or have other shapes.
     """
 
     def load_weights(built: PreTrainedModel, _: Any, files: Any, loading: Any, *__: Any) -> Any:
@@ -214,12 +205,9 @@ _REPAIR = "Change the modules of the model or its `config`, so that the one fits
 
 
 def check_class(model: PreTrainedModel) -> None:
-    """Raise, before any work, if a model has other weights than its class and configuration give.
+    """Raise a SaveError, before any work, for a model with other weights than its class gives.
 
     Such a model was modified after its construction, and no checkpoint of it would load.
-
-    Raises:
-        SaveError: Weights of the class are missing in the model, or have other shapes there.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return  # packed weights have other shapes, and cannot be pruned anyway

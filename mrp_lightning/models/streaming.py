@@ -258,11 +258,7 @@ def without_bars() -> Iterator[None]:
 
 
 def _identity(file: Path) -> tuple[int, int, int, str]:
-    """Return a safetensors file's size, modification time, inode and checksum of the header.
-
-    Raises:
-        OSError: The file is gone, or is no regular file.
-    """
+    """Return a safetensors file's size, modification time, inode and checksum of the header."""
     if not file.is_file():  # opening a named pipe would wait for its writer
         raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
     with file.open("rb") as opened:
@@ -296,16 +292,11 @@ def load_streamed(
 ) -> tuple[PreTrainedModel, StreamedBlocks]:
     """Load a causal language model whose blocks stay in the safetensors files of its checkpoint.
 
-    Args:
-        source: Directory or hub id of the model.
-        dtype: Precision to load the weights in; `None` keeps the checkpoint's.
-        find_blocks: Returns the blocks of the built model, by name.
-        **options: `revision`, `trust_remote_code` and `attn_implementation`.
+    The arguments are those of `load_model`; `find_blocks` returns the blocks of the built model.
 
     Raises:
-        OptionError: The weights are not in safetensors files, or packed.
-        TargetError: The model has no blocks, or their weights are tied to others. `load_model`
-            raises more.
+        OptionError: The weights are not in safetensors files, or packed. `load_model` and
+            `StreamedBlocks` raise more.
     """
     if file := find_gguf(source):
         raise _no_safetensors(file.name)

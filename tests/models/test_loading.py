@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.utils import is_flash_attn_2_available
 
 from mrp_lightning import CausalLM, environment
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
-from mrp_lightning.models import loading
 from mrp_lightning.models.checkpoint import why_not_readable
 from mrp_lightning.models.loading import (
     find_tokenizer,
@@ -318,15 +318,13 @@ def test_an_adapter_beside_a_model_is_named(copy, monkeypatch):
         load_model(str(copy), None)
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_an_attention_kernel_that_is_not_here_is_named(copy, key, monkeypatch):
-    monkeypatch.setitem(loading._INSTALLED, "flash_attention_2", lambda: False)
-    config = json.loads((copy / "config.json").read_text()) | {key: "flash_attention_2"}
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed")
+@pytest.mark.parametrize("trust", [False, True])
+def test_an_attention_kernel_that_is_not_here_is_named(copy, trust):
+    config = json.loads((copy / "config.json").read_text())
+    config["attn_implementation"] = "flash_attention_2"
     (copy / "config.json").write_text(json.dumps(config))
-    message = rf'asks for flash_attention_2, .*Edit it: `"{key}": "sdpa"`, or remove'
-    for load in (load_config, lambda source: load_model(source, None)):
-        with pytest.raises(OptionError, match=message):
-            load(str(copy))
-    if key == "attn_implementation":  # the other one is written over whatever is asked for
-        model = load_model(str(copy), None, attn_implementation="eager")
-        assert model.config._attn_implementation == "eager"
+    with pytest.raises(FormatError, match="FlashAttention2"):
+        load_model(str(copy), None, trust_remote_code=trust)
+    model = load_model(str(copy), None, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"

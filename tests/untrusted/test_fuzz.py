@@ -18,8 +18,7 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.experiments.runs import FinishedTrial
-from mrp_lightning.models.damage import damaged_files
-from mrp_lightning.models.integrity import check_values
+from mrp_lightning.models.integrity import check_values, damaged_files
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records.report import PruningReport
 from mrp_sparse.formats import bitmask, bitmask4, sparse24

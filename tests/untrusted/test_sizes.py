@@ -15,8 +15,7 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
 from export.loading import load
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.models.damage import why_no_pickle
-from mrp_lightning.models.integrity import check_values
+from mrp_lightning.models.integrity import check_values, why_no_pickle
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_sparse.formats.bitmask import pack
 from mrp_sparse.own_module import load_into
