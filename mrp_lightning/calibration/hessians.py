@@ -17,8 +17,8 @@ from mrp_lightning.processes import Processes
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.problem import InputShift
 from mrp_lightning.targets.layers import Expert, Layer
+from mrp_lightning.upstream.other_names import EXPERTS
 from mrp_lightning.upstream.torch_names import times_changed
-from mrp_lightning.upstream.transformers_names import EXPERTS
 
 TOKENS_PER_COLUMN = 1.0
 """The number of tokens per input feature with which an expert is pruned by its own Hessian alone.

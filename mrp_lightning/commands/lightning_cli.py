@@ -21,8 +21,7 @@ from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_ac
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.text.mixture import ONE_TEXT, exclusive_keys
-from mrp_lightning.upstream.lightning_names import spawns_workers
-from mrp_lightning.upstream.other_names import take_alone
+from mrp_lightning.upstream.other_names import spawns_workers, take_alone
 
 _NO_PRUNING = (
     "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "

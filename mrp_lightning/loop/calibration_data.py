@@ -27,7 +27,7 @@ from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.processes import Processes
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.upstream.lightning_names import predict_data
+from mrp_lightning.upstream.other_names import predict_data
 
 _FEW_WORDS = 8
 """The number of different tokens up to which a text counts as degenerate."""

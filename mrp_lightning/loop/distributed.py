@@ -29,7 +29,8 @@ from mrp_lightning.errors import (
     StrategyError,
 )
 from mrp_lightning.processes import Processes
-from mrp_lightning.upstream import lightning_names, torch_names
+from mrp_lightning.upstream import torch_names
+from mrp_lightning.upstream.other_names import strategy_as_given, works_in_children
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
             message names it.
     """
     strategy: Any = trainer.strategy
-    if lightning_names.works_in_children(trainer):
+    if works_in_children(trainer):
         problem = "runs in workers that are spawned or forked, whose pruned weights would be lost"
     elif _shards(strategy):
         problem = "shards the model"
@@ -97,7 +98,7 @@ def _shards(strategy: Any) -> bool:
 
 def _name_of(trainer: Trainer) -> str:
     """Return the strategy as the user named it, or the name of a strategy object's class."""
-    flag = lightning_names.strategy_as_given(trainer)
+    flag = strategy_as_given(trainer)
     return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 

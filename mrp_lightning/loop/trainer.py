@@ -30,7 +30,7 @@ from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoi
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.upstream.lightning_names import in_order, unwrap_dataloaders
+from mrp_lightning.upstream.other_names import in_order, unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
 
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from mrp_lightning.environment import why_no_hub
 from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.storage.json_files import read_json
-from mrp_lightning.upstream.transformers_names import from_config
+from mrp_lightning.upstream.other_names import from_config
 
 GROUP = "mrp_lightning.checkpoint_formats"
 """Group of entry points that map a checkpoint's `quant_method` to the module that registers it."""

@@ -59,7 +59,7 @@ from mrp_lightning.models.integrity import (
     read_pickle,
 )
 from mrp_lightning.models.locations import find_gguf, is_path, require_model
-from mrp_lightning.upstream.transformers_names import conversions_at_loading, dtypes_kept
+from mrp_lightning.upstream.other_names import conversions_at_loading, dtypes_kept
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:

@@ -25,8 +25,8 @@ from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import misfits
 from mrp_lightning.models.loading import as_dtype, cast, stored_dtype, wider_dtypes
 from mrp_lightning.models.streaming import StreamedBlocks, without_bars
+from mrp_lightning.upstream.other_names import loading_weights_by
 from mrp_lightning.upstream.torch_names import without_compiled
-from mrp_lightning.upstream.transformers_names import loading_weights_by
 
 _INDEX = "model.safetensors.index.json"
 

@@ -26,8 +26,8 @@ from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
+from mrp_lightning.upstream.other_names import loading_weights_by
 from mrp_lightning.upstream.torch_names import APPLY
-from mrp_lightning.upstream.transformers_names import loading_weights_by
 
 FindBlocks = Callable[[nn.Module], Mapping[str, nn.Module]]
 

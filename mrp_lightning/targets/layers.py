@@ -16,8 +16,8 @@ from torch.nn.functional import pad, unfold
 from torch.nn.utils import parametrize
 
 from mrp_ground.upstream import is_conv1d as is_conv1d
+from mrp_lightning.upstream.other_names import EXPERTS
 from mrp_lightning.upstream.torch_names import pads
-from mrp_lightning.upstream.transformers_names import EXPERTS
 
 
 @dataclass(frozen=True, eq=False)

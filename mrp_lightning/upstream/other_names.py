@@ -1,10 +1,136 @@
-"""Private names of huggingface_hub, gguf, jsonargparse and argparse."""
+"""Private names of Lightning, transformers, huggingface_hub, gguf, jsonargparse and argparse."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
+
+EXPERTS = "_experts_implementation"
+"""The attribute of a configuration that selects the kernel of stacked experts. Seen in transformers
+5.23. Its public setter, `PreTrainedModel.set_experts_implementation`, needs the model, but
+calibration may only have a module that holds experts. Replacement: a public attribute."""
+
+
+def in_order(callbacks: list[Any]) -> list[Any]:
+    """Return callbacks in the order in which a trainer calls them, or raise as a trainer would.
+
+    Seen in Lightning 2.6, whose trainer does this for the callbacks of its constructor and of a
+    model, but has no method to add others. Replacement: such a method, or `predict(callbacks=…)`.
+    """
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    ordered = callback_connector._CallbackConnector._reorder_callbacks(callbacks)
+    callback_connector._validate_callbacks_list(ordered)
+    return ordered
+
+
+def works_in_children(trainer: Any) -> bool:
+    """Return whether a trainer's strategy spawns or forks workers, which have copies of the model.
+
+    Seen in Lightning 2.6, in which only the class of a strategy's launcher shows it. Replacement: a
+    property of strategies or launchers.
+    """
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+
+
+def spawns_workers(trainer: Any) -> bool:
+    """Return whether a trainer's strategy starts new interpreters, to which it pickles itself.
+
+    Seen in Lightning 2.6, whose launchers in interactive sessions fork. Replacement: as of
+    `works_in_children`.
+    """
+    return works_in_children(trainer) and not trainer.strategy.launcher.is_interactive_compatible
+
+
+def strategy_as_given(trainer: Any) -> Any:
+    """Return the `strategy` argument of a trainer, a string or an object.
+
+    Seen in Lightning 2.6. Messages name the strategy as the user did. Replacement: a property of
+    trainers.
+    """
+    return trainer._accelerator_connector._strategy_flag
+
+
+def predict_data(trainer: Any) -> Any:
+    """Return the datamodule or the dataloaders of the present `predict`.
+
+    Seen in Lightning 2.6, whose `trainer.datamodule` is that of an earlier call if the present one
+    has dataloaders. Replacement: `trainer.datamodule`, once each call sets it.
+    """
+    return trainer.predict_loop._data_source.instance
+
+
+def unwrap_dataloaders() -> None:
+    """Remove Lightning's temporary wrappers around methods of dataloader classes.
+
+    Seen in Lightning 2.6, which leaves them in place, for the whole process, after an error: it
+    then refuses later dataloaders whose `batch_size` is a positional argument. Replacement: a
+    `finally` in `lightning.fabric.utilities.data._replace_dunder_methods`.
+    """
+    from lightning_utilities.core.inheritance import get_all_subclasses
+    from torch.utils.data import BatchSampler, DataLoader
+
+    for kind in (DataLoader, BatchSampler):
+        for loader in {kind, *get_all_subclasses(kind)}:
+            for method in ("__init__", "__setattr__", "__delattr__"):
+                if original := loader.__dict__.get(f"__old{method}"):
+                    setattr(loader, method, original)
+                    delattr(loader, f"__old{method}")
+
+
+def dtypes_kept(model: Any, dtype: Any) -> dict[str, Any]:
+    """Return the dtypes that weights keep in a model loaded in `dtype`, by patterns of names.
+
+    Seen in transformers 5.23. Saved weights must have the dtypes that loading gives them. There is
+    no public name.
+    """
+    return model._get_dtype_plan(dtype)
+
+
+def conversions_at_loading(model: Any) -> list[Any]:
+    """Return the conversions by which transformers made a model's weights from stored tensors.
+
+    Seen in transformers 5.23, whose `save_pretrained` reverts them. They map the tensors of files
+    to those of the model. Replacement: `transformers.core_model_loading`, once it has a function of
+    the model alone.
+    """
+    return getattr(model, "_weight_conversions", None) or []
+
+
+def from_config(kind: Any, config: Any) -> Any:
+    """Return a model of a given class, built from its configuration in the configuration's dtype.
+
+    Seen in transformers 5.23, where only the auto classes have a public `from_config`, and they
+    know one class for each configuration. Replacement: a public method of `PreTrainedModel`.
+    """
+    return kind._from_config(config)
+
+
+@contextmanager
+def loading_weights_by(load_weights: Callable[..., Any]) -> Iterator[None]:
+    """Replace the loading of weights in `from_pretrained`, which does everything else as usual.
+
+    It locates the files, builds the model on the meta device, computes tensors that no file holds
+    (such as rotary tables), ties weights and reports. Seen in transformers 5.23. Replacement: an
+    argument that leaves weights in their files. The only one, accelerate's `device_map`, writes
+    stacked experts to the disk once more.
+
+    Args:
+        load_weights: Called with the built model, its state, the names of its files and the loading
+            options; returns the loading report and `None`.
+    """
+    from transformers import PreTrainedModel
+
+    name = "_load_pretrained_model"
+    original = PreTrainedModel.__dict__[name]
+    setattr(PreTrainedModel, name, staticmethod(load_weights))
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, name, original)
 
 
 @contextmanager
