@@ -146,7 +146,7 @@ class PruningCallback(Callback):
             with run.job() as job:
                 self._pruned = pruned = run.prune(job)
                 if run.save_dir is None:
-                    pruned.complete()
+                    run.report.complete = True
                 else:
                     # All processes wait even if saving raises, or the others would go on while the
                     # first one still writes.

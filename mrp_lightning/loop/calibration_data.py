@@ -106,13 +106,9 @@ def captured_steps(module: LightningModule, stop_at: Sequence[nn.Module]) -> Ite
 
 
 def check_batch(module: LightningModule, batch: Any) -> None:
-    """Raise for a calibration batch that does not fit the model.
+    """Raise a DataError for a calibration batch that does not fit the model.
 
     Token ids and masks are checked for a module with exactly one Hugging Face model.
-
-    Raises:
-        DataError: Windows are longer than the model's positions; tokens are outside its vocabulary;
-            the mask has negative values; or a `CausalLM` is given floating inputs.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
         parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
@@ -144,11 +140,10 @@ def check_batch(module: LightningModule, batch: Any) -> None:
 
 
 def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
-    """Warn of windows that several processes read, of too few tokens, and of degenerate text.
+    """Warn of windows that several processes read, of few tokens, and of few words; collective.
 
-    Repeated windows count once, and padding does not count. Data other than token ids are not
-    checked. All processes must call this: Lightning gives each window to one process, but a user's
-    sampler may repeat windows, and each process reads an iterable dataset completely.
+    Lightning gives each window to one process, but a user's sampler may repeat windows, and each
+    process reads an iterable dataset completely.
     """
     own_windows = [window for step in steps for window in _windows(step.batch)]
     # Digests are gathered in place of windows: 40 characters each, whatever the length.
@@ -176,10 +171,7 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
 
 
 def _warn_of_little_text(plan: Plan, sizes: Sequence[int], words: int) -> None:
-    """Warn of fewer tokens than columns, and of few different tokens (`words`).
-
-    `sizes` are the numbers of tokens of the different windows.
-    """
+    """Warn of windows with fewer tokens (`sizes`) than columns, or few different ones (`words`)."""
     layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
     # XᵀX of fewer tokens than columns is singular: only damping decides about the other directions.
     # A stack of experts is no layer to solve, and its experts see a part of the tokens anyway.

@@ -208,11 +208,7 @@ class CausalLM(ExactValues):
         """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
 
         Only tensors and plain containers are unpickled, unless `weights_only` is false, since other
-        objects can run code. `None` means true.
-
-        Raises:
-            FormatError: The file is no Lightning checkpoint, damaged, or holds objects that
-                `weights_only` forbids.
+        objects can run code. `None` means true. A FormatError is raised if that fails.
         """
         weights_only = weights_only is not False  # Lightning takes `None` for false with a URL
         with explained_checkpoint(checkpoint_path, weights_only=weights_only):
@@ -249,11 +245,7 @@ class CausalLM(ExactValues):
         return token_losses(self(ids, mask), ids, mask, wanted)
 
     def _require_causal(self, batch: Any) -> None:
-        """Raise a TargetError if a later token changes earlier logits; tested once for a model.
-
-        Perplexity is defined by the likelihood of each token given the tokens before it, which only
-        a causal model gives.
-        """
+        """Raise a TargetError if a later token changes earlier logits; tested once for a model."""
         ids, mask = split_batch(batch)
         # Without padding, so that the last token of the pair is one that a causal model must
         # ignore.
@@ -280,12 +272,7 @@ class CausalLM(ExactValues):
         self._is_causal = True
 
     def setup(self, stage: str) -> None:
-        """Set the model to training mode for `fit`, or offload it for evaluation.
-
-        Raises:
-            OptionError: A streamed model is to be trained.
-            TargetError: A model to be evaluated has NaN or Inf among its weights in memory.
-        """
+        """Set the model to training mode for `fit`, or offload it for evaluation."""
         if stage == "fit":
             self._refuse_streamed("`fit` changes all weights at once")
             self.model.train()
@@ -358,12 +345,7 @@ class CausalLM(ExactValues):
         self.evaluation = self._texts.figures()
 
     def on_test_epoch_end(self) -> None:
-        """Fill `evaluation`, and log the perplexity of each text with its context.
-
-        Raises:
-            TargetError: The loss is NaN, since there are NaN values among the logits or, if the
-                model is streamed, among the weights of a block.
-        """
+        """Fill `evaluation`, and log the perplexity of each text with its context."""
         self.evaluation = self._texts.figures()
         lost = [n for n, x in self.evaluation.items() if x["tokens"] and math.isnan(x["loss"])]
         if lost:
@@ -412,11 +394,7 @@ class CausalLM(ExactValues):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration and the tokenizer, to rebuild the model without its source.
-
-        Raises:
-            OptionError: The model is streamed.
-        """
+        """Store the configuration and the tokenizer, to rebuild the model without its source."""
         self._refuse_streamed("a Lightning checkpoint holds all weights at once")
         saved = dict(checkpoint.get("hyper_parameters", {}))
         saved["model"] = self.model.config.to_dict()

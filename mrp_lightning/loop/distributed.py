@@ -51,15 +51,9 @@ def processes_of(trainer: Trainer) -> Processes:
 
 
 def require_whole_models(trainer: Trainer, caller: str) -> None:
-    """Raise if a process does not hold the whole model during the whole run.
+    """Raise a StrategyError if a process does not hold the whole model during the whole run.
 
-    Args:
-        trainer: The trainer, which has set up its strategy.
-        caller: The name of the feature that needs whole models, for the message.
-
-    Raises:
-        StrategyError: The strategy shards the model, spawns or forks workers, or is unknown. The
-            message names it.
+    `caller` is the name of the feature that needs whole models, for the message.
     """
     strategy: Any = trainer.strategy
     if works_in_children(trainer):
@@ -147,12 +141,8 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
 def refuse_together(processes: Processes) -> Iterator[None]:
     """Raise in all processes if this context raises in one of them; a collective call.
 
-    The others would otherwise fail in their next collective, with a traceback about a lost
-    connection that hides the reason. Without a group, each process is alone.
-
-    Raises:
-        ProcessError: Another process raised; the message has its error. An error of this process
-            is raised as it is.
+    The others, which would otherwise fail in their next collective by a lost connection, raise a
+    `ProcessError` with its error. Without a group, each process is alone.
     """
     if processes.size == 1 or not has_group():
         yield

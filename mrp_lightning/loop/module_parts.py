@@ -40,8 +40,7 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     """Return the prefix of the saved module's names in the LightningModule, and the saved module.
 
-    The saved module is the only outermost `PreTrainedModel`, or the module of a `ModuleRunner`, or
-    else the whole LightningModule.
+    That is the only outermost `PreTrainedModel`, the module of a `ModuleRunner`, or the whole.
     """
     models = language_models(module)
     # Of several models none can stand for the whole, so that the LightningModule is saved.
@@ -81,9 +80,8 @@ def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
 def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
     """Let a streamed model read its blocks from its checkpoint, not from an earlier run's shards.
 
-    A module in memory stays as it is. `is_kept` is true if the run has a journal. Raise an
-    OptionError without one, since pruned blocks of a streamed model exist nowhere else, or if the
-    module has weights outside of its model; and a StrategyError for several processes.
+    Raise an OptionError without a journal (`is_kept`), since pruned blocks of a streamed model
+    exist nowhere else, or if the module has weights outside of its model.
     """
     streamed = streamed_blocks(module)
     if streamed is None:
@@ -127,14 +125,10 @@ def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
 def blocks_on_cpu(
     module: LightningModule, blocks: Callable[[], Sequence[nn.Module]]
 ) -> Iterator[None]:
-    """Run `configure_model` on the CPU, and keep the blocks there.
+    """Run `configure_model` on the CPU, and keep the `blocks` there, once they exist.
 
     Lightning calls `configure_model` with the accelerator as the default device, and moves the
     whole module there before any hook of a callback could prevent it.
-
-    Args:
-        module: The LightningModule, before it is set up.
-        blocks: Returns the blocks, once they exist.
     """
     original = module.configure_model
 
@@ -148,11 +142,7 @@ def blocks_on_cpu(
 
 
 def plan_for(module: LightningModule, settings: Settings) -> Plan:
-    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`.
-
-    An OptionError is raised if `targets` names the head although `head_grid` is set, or if whole
-    blocks of a streamed model are to be removed.
-    """
+    """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`."""
     recipe, (prefix, model) = settings.recipe, checkpoint_root(module)
     is_streamed, sparsity = streamed_blocks(module) is not None, recipe.pattern.sparsity
     plan = make_plan(
@@ -185,13 +175,7 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
 
 
 def _head(module: LightningModule, plan: Plan, grid: Grid | None) -> Layer | None:
-    """Return the output head of a module, checked to fit its grid, or `None` without a grid.
-
-    Raises:
-        TargetError: The model has no linear head, or its weight is not a plain tensor.
-        PatternError: The groups of the grid do not fit its columns.
-        OptionError: The head is one of the layers of the plan.
-    """
+    """Return the output head of a module, checked to fit its grid, or `None` without a grid."""
     if grid is None:
         return None
     prefix, model = checkpoint_root(module)

@@ -73,10 +73,7 @@ class MeanLoss(Metric):
         self.add_state("context", torch.tensor(0), dist_reduce_fx="max")
 
     def update(self, losses: Tensor, predicted: Tensor) -> None:
-        """Add the windows of a batch.
-
-        `losses` and `predicted`, (batch, length − 1) each, are what `token_losses` returns.
-        """
+        """Add the windows of a batch: the result of `token_losses`, (batch, length − 1) each."""
         self.sums.append(losses.detach().sum(1))
         self.counts.append(predicted.sum(1))
         self.context = self.context.clamp(min=losses.shape[1] + 1)
@@ -111,13 +108,9 @@ class Perplexity(MeanLoss):
 
 
 class Perplexities:
-    """Metrics of the texts of a `test` or `validate` run, from its dataloaders.
+    """Metrics of the texts of a `test` or `validate` run, from its dataloader or dataloaders.
 
     A single text without a name is called "text"; several without names are numbered from 0.
-
-    Args:
-        loaders: The dataloaders: one, a sequence of them, or a mapping by name.
-        device: The device of the metrics; `None` for the CPU.
     """
 
     def __init__(self, loaders: Any = None, device: torch.device | None = None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.markup import escape
 
@@ -31,11 +30,8 @@ _LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", 
 class ProgressReporter:
     """Reports the progress of a long task in the trainer's bar, else in the log, and to loggers.
 
-    The time of the task starts with the construction.
-
-    Args:
-        trainer: The trainer, whose bar may be disabled, or redirected to a file.
-        first_seconds: The time until the first line of `log_seldom`.
+    The time of the task starts with the construction; `first_seconds` is the time until the first
+    line of `log_seldom`.
     """
 
     def __init__(self, trainer: Trainer, first_seconds: float = _LINE_SECONDS) -> None:
@@ -50,33 +46,19 @@ class ProgressReporter:
 
     @contextmanager
     def bar(self, total: int, name: str) -> Iterator[None]:
-        """Add a bar below the trainer's, in Rich or tqdm, if the trainer has one; see `show`."""
+        """Add a bar below the trainer's, if that is a `RichProgressBar`; see `show`."""
         bar = self.trainer.progress_bar_callback
-        if not _has_bar(self.trainer) or not self.trainer.is_global_zero:
-            yield
-        elif isinstance(bar, RichProgressBar) and bar.progress is not None:
+        if isinstance(bar, RichProgressBar) and bar.progress is not None:
             rich = bar.progress
             # Lightning's bar reads descriptions as markup, and layers may have any name.
             task = rich.add_task(escape(name), total=total)
 
-            def update_rich(done: int, text: str) -> None:
+            def update(done: int, text: str) -> None:
                 rich.update(task, completed=done, description=escape(text))
                 bar.refresh()
 
-            self._update = update_rich
-            yield
-        else:
-            position = 2 * getattr(bar, "process_position", 0) + 1
-            # miniters=0, since the text changes more often than the count.
-            options = {"dynamic_ncols": True, "file": sys.stdout, "miniters": 0}
-            with Tqdm(total=total, desc=name, position=position, **options) as line:
-
-                def update_tqdm(done: int, text: str) -> None:
-                    line.set_description_str(text, refresh=False)
-                    line.update(done - line.n)
-
-                self._update = update_tqdm
-                yield
+            self._update = update
+        yield
         self._update = None
 
     def is_due(self) -> bool:
@@ -106,7 +88,7 @@ class ProgressReporter:
     def _log(self, line: str, now: float) -> None:
         self._next_line = now + _LINE_SECONDS
         # In a file, the bar is drawn at the end only, so that lines are needed there as well.
-        is_seen = _has_bar(self.trainer) and sys.stdout.isatty()
+        is_seen = self._update is not None and sys.stdout.isatty()
         if self.trainer.is_global_zero and not is_seen:
             progress_log.info(line)
 
@@ -114,11 +96,6 @@ class ProgressReporter:
         """Pass metrics to the trainer's loggers."""
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
-
-
-def _has_bar(trainer: Trainer) -> bool:
-    bar = trainer.progress_bar_callback
-    return bar is not None and not getattr(bar, "is_disabled", False)
 
 
 def roughly(seconds: float) -> str:
@@ -143,7 +120,8 @@ class BatchLog(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, for `fit` with its validations."""
-        self._reporter = ProgressReporter(trainer, first_seconds=5)
+        if trainer.progress_bar_callback is None or not sys.stdout.isatty():
+            self._reporter = ProgressReporter(trainer, first_seconds=5)
 
     on_test_start = on_fit_start
 
@@ -209,12 +187,8 @@ class BatchLog(Callback):
 class PruningProgress(Listener):
     """Reports a pruning in the trainer's bar and log, with an estimate of the remaining time.
 
-    The estimate assumes that all blocks take the same time, except blocks from a journal.
-
-    Args:
-        steps: The number of steps; see `Job.steps`.
-        device: The device on which the model runs.
-        reporter: The reporter, constructed when the pruning starts.
+    The estimate assumes that all blocks take the same time, except blocks from a journal. `steps`
+    are those of the job, and the `device` is that on which the model runs.
     """
 
     def __init__(self, steps: int, device: torch.device, reporter: ProgressReporter) -> None:

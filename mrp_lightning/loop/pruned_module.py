@@ -59,11 +59,11 @@ def check_save_dir(
 ) -> None:
     """Raise before any work if `_save_pruned` or `save_trained` could not write.
 
+    The weights take the room of `dtype`, by default that of the checkpoint.
+
     Raises:
-        OptionError: The disk has less room than the weights in `dtype` (`None` means that of the
-            checkpoint) and the journal take, or transformers refuses the `generation_config`.
+        OptionError: transformers refuses the `generation_config`. `check_output_dir` raises more.
         SaveError: The saved model would not load; see `check_class`.
-        FileExistsError: The directory may not be replaced; `check_output_dir` raises more.
     """
     model = checkpoint_root(module)[1]
     other_bytes = sum(tensor.nbytes for tensor in extra_weights(module).values())
@@ -115,7 +115,7 @@ class PrunedModule:
 
     Args:
         module: The LightningModule.
-        report: The report of the run, whose `complete` is set by `save` or `complete`.
+        report: The report of the run; `save` makes it complete.
         grid: The parameters of layers on the grid of an engine, by the names of layers.
         journal: The journal, which is removed once the model is saved; `None` if there is none.
     """
@@ -135,16 +135,8 @@ class PrunedModule:
         """Return whether a LightningModule holds this model object."""
         return checkpoint_root(module)[1] is checkpoint_root(self._module)[1]
 
-    def complete(self) -> None:
-        """Mark the report as complete; no other method does."""
-        self.report.complete = True
-
     def save(self, directory: str | PathLike[str], *, overwrite: bool) -> None:
         """Write the model with its report, in process 0; complete the report, remove the journal.
-
-        Args:
-            directory: The directory to write; it appears when it is complete.
-            overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
             OptionError: The weights were changed since they were pruned.
@@ -170,7 +162,7 @@ class PrunedModule:
                 "still in memory: `callback.save(directory)` writes it, and so does another "
                 "`predict` with this callback, which does not prune again."
             ) from error
-        self.complete()
+        self.report.complete = True
         if self._journal is not None:
             # Last: until the directory is written, the journal is the only copy on the disk.
             self._journal.remove()
@@ -178,10 +170,7 @@ class PrunedModule:
 
 
 def _digest(module: LightningModule) -> str | None:
-    """Return the digest of the weights to save; `None` for a streamed model, whose files hold them.
-
-    Only process 0, which saves, computes it; in others it is `None`.
-    """
+    """Return the digest of the weights to save; `None` if streamed, and outside process 0."""
     if rank_zero_only.rank != 0 or streamed_blocks(module) is not None:  # type: ignore[attr-defined]
         return None
     state = checkpoint_root(module)[1].state_dict()
@@ -201,9 +190,7 @@ def _save_pruned(
     """Write the model and its report into a directory that appears when it is whole.
 
     A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
-    the names of its `state_dict`. Weights of a LightningModule outside of its one `PreTrainedModel`
-    go into a file of their own, `module.safetensors`. The report lists the names of all written
-    files.
+    the names of its `state_dict`. Weights beside it go into `module.safetensors`.
     """
     _, model = checkpoint_root(module)
     streamed, files = streamed_blocks(module), dict[str, str]()
@@ -242,10 +229,7 @@ _OF_ONE_MODEL = frozenset(
 
 
 def _companions(module: LightningModule) -> Companions | None:
-    """Return the files beside the checkpoint of a module's one Hugging Face model, if it has one.
-
-    The model may be of a GGUF file or of a configuration, which have none.
-    """
+    """Return the files beside the checkpoint of the one Hugging Face model of a module, if any."""
     _, model = checkpoint_root(module)
     if not isinstance(model, PreTrainedModel):
         return None
@@ -300,14 +284,7 @@ def save_trained(
     """Write a trained model as a Hugging Face directory, which appears when it is complete.
 
     If the model was loaded from a pruned checkpoint and is still as sparse, the report of its
-    pruning is written, too. `save_directory` and `save_pretrained` list the errors.
-
-    Args:
-        module: The module.
-        directory: The directory to write.
-        dtype: The dtype of the stored floating weights.
-        overwrite: Whether a directory that this package wrote may be replaced.
-        steps: Number of optimizer steps of the training.
+    pruning is written, too, with the number of optimizer `steps`.
     """
     model, tokenizer = module.model, module.tokenizer
     report, card = _report_of_source(model, model.name_or_path), None
@@ -322,11 +299,7 @@ def save_trained(
 
 
 def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
-    """Return the report of a model's pruned source.
-
-    The result is `None` if the model lacks some of its zeros, or, with a warning, if the file is
-    damaged.
-    """
+    """Return the report of a model's pruned source, `None` if the model lacks some of its zeros."""
     file = Path(directory) / NAME
     if not file.is_file():
         return None
@@ -358,10 +331,7 @@ def _save_report(report: PruningReport, staging: Path) -> None:
 
 
 def _sources_of(module: LightningModule) -> list[Path]:
-    """Return the local directories or files from which a module's language models were loaded.
-
-    A relative path is resolved once, in the working directory of the first call.
-    """
+    """Return the local sources of a module's language models, as the first call resolves them."""
     for model in language_models(module).values():
         if model not in _SOURCES and (name := model.name_or_path) and Path(name).exists():
             _SOURCES[model] = output_path(name)

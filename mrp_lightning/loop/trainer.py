@@ -166,13 +166,7 @@ class Trainer(pl.Trainer):
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
-        """Add those callbacks that the trainer lacks, and remove them after the context.
-
-        Raises, before any is added:
-            TypeError: One is no callback of `lightning`.
-            ValueError: One is a progress bar, and the trainer has one.
-            RuntimeError: Two that keep a state have the same `state_key`.
-        """
+        """Add those callbacks that the trainer lacks, and remove them after the context."""
         extra = list({id(callback): callback for callback in _checked(callbacks)}.values())
         # By identity, too: equal callbacks are still two, and one that is present is not doubled.
         extra = [c for c in extra if not any(c is present for present in self.callbacks)]
@@ -207,10 +201,8 @@ def require_accelerator(accelerator: Any) -> None:
 
 
 class _Unwrap(Callback):
-    """Remove Lightning's wrappers from dataloaders when a run ends with an error."""
-
     def on_exception(self, *_: Any) -> None:
-        """Remove the wrappers; Lightning does so only after a run without errors."""
+        """Remove Lightning's wrappers from dataloaders, as after a run without errors."""
         unwrap_dataloaders()
 
 
@@ -226,12 +218,7 @@ class TensorsOnly(TorchCheckpointIO):
         map_location: Callable | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint; `weights_only` is true if it is `None`.
-
-        Raises:
-            FormatError: The file is damaged, no Lightning checkpoint, or holds objects that
-                `weights_only` forbids.
-        """
+        """Load a checkpoint; see `explained_checkpoint`. `weights_only` is true if it is `None`."""
         weights_only = weights_only is not False
         with explained_checkpoint(path, weights_only=weights_only):
             content = super().load_checkpoint(path, map_location, weights_only)
@@ -242,13 +229,7 @@ class TensorsOnly(TorchCheckpointIO):
 
 @runtime_checkable
 class Pruning(Protocol):
-    """The interface of `PruningCallback`, which this package may not import.
-
-    Attributes:
-        settings: The settings of the pruning.
-        report: The report on each layer, `None` before the first run.
-        run_directory: The directory next to which the journal is written, if it is not `save_dir`.
-    """
+    """The interface of `PruningCallback`, which this package may not import."""
 
     settings: Settings
     report: PruningReport | None

@@ -109,11 +109,7 @@ def cut_vocabulary(
 
 
 def save_cut(module: CausalLM, directory: str | PathLike[str], *, overwrite: bool) -> PruningReport:
-    """Write a model whose vocabulary was cut, and nothing else of it; return its report.
-
-    Raises:
-        SaveError: The directory could not be written, or may not be replaced.
-    """
+    """Write a model whose vocabulary was cut, and nothing else of it; return its report."""
     base_model = module.model.name_or_path
     earlier = pruned_before(base_model) if base_model else []
     report = PruningReport(
@@ -123,7 +119,6 @@ def save_cut(module: CausalLM, directory: str | PathLike[str], *, overwrite: boo
         vocabulary=module.vocabulary,
     )
     PrunedModule(module, report, {}, None).save(directory, overwrite=overwrite)
-    report.complete = True
     return report
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 from torch import nn
@@ -226,10 +226,9 @@ def test_plain_modules_are_wrapped(quiet, tmp_path):
     assert (tmp_path / "out" / "pruning_report.json").is_file()
 
 
-@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
-def test_progress_is_shown_in_the_trainers_bar(bar, llama, loader, quiet, capfd):
+def test_progress_is_shown_in_the_trainers_bar(llama, loader, quiet, capfd):
     quiet["enable_progress_bar"] = True
-    trainer = Trainer(callbacks=[bar()], **quiet)
+    trainer = Trainer(callbacks=[RichProgressBar()], **quiet)
     trainer.predict(llama(), loader, callbacks=MRPCallback(pattern="2:4"))
     out = "".join(capfd.readouterr())
     assert "block 2/2 · loss 0." in out  # when all is done

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from quiet import QUIET
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -34,7 +34,7 @@ def test_each_block_is_a_line_unless_a_bar_is_seen(
 ):
     caplog.set_level("INFO")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    bar = [TQDMProgressBar()] if shown else []
+    bar = [RichProgressBar()] if shown else []
     trainer = Trainer(callbacks=bar, enable_progress_bar=shown, **TRAINER)
     callback = MRPCallback(pattern="2:4", targets=["layers.0", "layers.1"])
     trainer.predict(build("llama"), DataLoader(batches, batch_size=None), callbacks=callback)
