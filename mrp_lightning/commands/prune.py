@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mrp_lightning.commands.comparison import Conversion
     from mrp_lightning.commands.distillation import DistilledPruning
     from mrp_lightning.pruning.settings import Settings
-    from mrp_lightning.solver.grid import Grid
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
@@ -66,50 +65,42 @@ def main(args: list[str]) -> None:
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.callbacks import PruningCallback
-    from mrp_lightning.commands.comparison import cut_and_compare, prune_and_compare
+    from mrp_lightning.commands.comparison import Job, run
     from mrp_lightning.records import evaluation
     from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.storage.files import output_path
     from mrp_lightning.terminal import Console
 
-    console, problem = Console(width=None if sys.stdout.isatty() else 100), None
+    console = Console(width=None if sys.stdout.isatty() else 100)
     values = vars(options)
     with (
         interruptible(unclaimed_signals()),
         parser.options_in_messages(),
         _from_standard_input(options.train_files) as files,
     ):
-        grid = None if settings is None else settings.recipe.grid
-        conversions = _conversions(options, out, grid)
-        text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
-        source = {key: values[key] for key in _OF_MODEL}
-        text |= {"train_files": files}
-        evaluated = {
-            "windows": options.eval_samples,
-            "accelerator": options.accelerator,
-            "console": console,
-        }
-        if settings is None:
-            overwrite = options.overwrite
-            cut_and_compare(
-                source, text, options.vocabulary, out, conversions, overwrite=overwrite, **evaluated
-            )
-        else:
+        conversions = _conversions(options, out, settings)
+        callback = None
+        if settings is not None:
             callback = PruningCallback(
                 save_dir=out,
                 overwrite=options.overwrite,
                 resume=not options.restart,
                 **{name: getattr(settings, name) for name in _SETTINGS},
             )
-            problem = prune_and_compare(
-                source,
-                text,
-                callback,
-                conversions,
-                words=options.vocabulary,
-                distilled=_distilled(options, callback, files),
-                **evaluated,
-            )
+        job = Job(
+            source={key: values[key] for key in _OF_MODEL},
+            text={key: values[key] for key in _OF_TEXT if values[key] is not None}
+            | {"train_files": files},
+            windows=options.eval_samples,
+            accelerator=options.accelerator,
+            out=out,
+            overwrite=options.overwrite,
+            words=options.vocabulary,
+            prune=callback,
+            distilled=_distilled(options, callback, files),
+            conversions=conversions,
+        )
+        problem = run(job, console)
     is_causal = bool(evaluation.read(output_path(out)).perplexity)  # encoders have none
     steps = _next_steps(out, conversions, settings, is_causal)
     console.print(problem or steps, soft_wrap=True)
@@ -188,7 +179,7 @@ def _check_vocabulary(options: Namespace) -> None:
 
 
 def _distilled(
-    options: Namespace, prune: "PruningCallback", files: Sequence[str] | None
+    options: Namespace, prune: "PruningCallback | None", files: Sequence[str] | None
 ) -> "DistilledPruning | None":
     """Return the pruning with a distillation, if the options have one.
 
@@ -196,7 +187,7 @@ def _distilled(
         OptionError: Nothing is removed, the tokens are too few, or an unfinished command began with
             other options.
     """
-    if options.distill is None:
+    if options.distill is None or prune is None:
         return None
     from mrp_lightning.commands.distillation import DistilledPruning, Unfinished
     from mrp_lightning.solver.patterns import Dense
@@ -220,8 +211,8 @@ def _distilled(
     )
 
 
-def _conversions(options: Namespace, out: Path, grid: "Grid | None") -> list["Conversion"]:
-    """Return the commands that convert the result, whose weights are on a grid.
+def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> list["Conversion"]:
+    """Return the commands that convert the result.
 
     Raises:
         OptionError: `--gguf` names no such file, or `--pack` is given for a grid of llama.cpp.
@@ -229,6 +220,7 @@ def _conversions(options: Namespace, out: Path, grid: "Grid | None") -> list["Co
     from mrp_lightning.commands.comparison import Conversion
 
     again = ["--overwrite"] * options.overwrite
+    grid = None if settings is None else settings.recipe.grid
     conversions = []
     form = options.format
     if options.pack and form is None and grid is not None and grid.engine is not None:

@@ -422,4 +422,4 @@ def test_an_output_of_others_is_refused_before_the_pruning(options, tmp_path):
     (tmp_path / "file").write_text("mine")
     for name in ("notes", "file"):
         with pytest.raises(FileExistsError):
-            Conversion("export", tmp_path / name, options).check()
+            Conversion("export", tmp_path / name, options).check(None)
