@@ -25,7 +25,7 @@ from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.experiments.running import RunConfiguration, configure
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import scores_of
-from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.targets.plan import make_plan

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from mrp_ground.environment import machine
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep import Sweep
-from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.experiments.sweep import Sweep, read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.plan import make_plan

@@ -34,7 +34,7 @@ _COMMANDS = {
     ),
     "zeroshot": ("mrp_lightning.commands.zeroshot", "run tasks of lm-eval on a model"),
     "report": ("mrp_lightning.experiments.report", "make a page about a run, or about many"),
-    "sweep": ("mrp_lightning.experiments.sweep_command", "make many runs and tables of them"),
+    "sweep": ("mrp_lightning.experiments.sweep", "make many runs and tables of them"),
     "export": ("export.to_sparse", "pack a pruned checkpoint, and prove it equal"),
     "gguf": ("export.to_gguf", "write a pruned checkpoint as a GGUF file, for llama.cpp"),
     "generate": ("export.generate", "let a packed or dense model write, and report its speed"),

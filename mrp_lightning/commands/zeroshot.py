@@ -9,12 +9,13 @@ import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 from zlib import crc32
 
 from mrp_lightning.commands.command import CommandParser, add_model_options, number_from
@@ -70,7 +71,13 @@ def load_tasks(
     """
     with extra("zeroshot", "Running zero-shot tasks"):
         import lm_eval.models.huggingface  # noqa: F401  (needs accelerate, too)
-    manager = _manager(names, include_path)
+        from lm_eval.tasks import TaskManager
+    path = None if include_path is None else Path(include_path).expanduser()
+    if path is not None and not path.is_dir():
+        raise MissingFileError(f"there is no directory {include_path}.", "include_path")
+    manager = TaskManager(include_path=path, include_defaults=path is None)
+    if not set(names) <= set(manager.all_subtasks):  # lm-eval's own index takes seconds
+        manager = TaskManager(include_path=path)
     # All names are matched before any data are read: a misspelt last name costs no download.
     matching = {name: manager.match_tasks([name]) for name in names}
     if unknown := [name for name, matches in matching.items() if not matches]:
@@ -112,20 +119,6 @@ def load_tasks(
     return Tasks(manager, loaded, tasks)
 
 
-def _manager(names: Sequence[str], include_path: str | os.PathLike[str] | None) -> Any:
-    """Return lm-eval's manager of tasks, without its own index if the directory has all tasks."""
-    from lm_eval.tasks import TaskManager
-
-    if include_path is None:
-        return TaskManager()
-    path = Path(include_path).expanduser()
-    if not path.is_dir():
-        raise MissingFileError(f"there is no directory {include_path}.", "include_path")
-    manager = TaskManager(include_path=path, include_defaults=False)  # the index takes seconds
-    has_all = set(names) <= set(manager.all_subtasks)
-    return manager if has_all else TaskManager(include_path=path)
-
-
 def evaluate(
     model: "CausalLM", tasks: Tasks, *, batch_size: int | str = 8, limit: int | None = None
 ) -> dict[str, Any]:
@@ -142,7 +135,8 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with _one_process():
+    # lm-eval resamples in forked processes, which can hang once torch has threads.
+    with patch.dict(os.environ, DISABLE_MULTIPROC="1"):
         results: dict[str, Any] = simple_evaluate(
             model=HFLM(model.model, tokenizer=model.tokenizer, batch_size=batch_size),
             tasks=tasks.loaded,
@@ -155,18 +149,6 @@ def evaluate(
         )
     checksums = {name: _checksum(task) for name, task in tasks.by_name.items()}
     return {**results, "checksums": checksums}
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Keep lm-eval from forking in this context, which can hang once torch has threads."""
-    environment = {**os.environ}
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["DISABLE_MULTIPROC"]
-        os.environ |= environment
 
 
 def _checksum(task: Any) -> int:
@@ -219,7 +201,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(options: Namespace) -> None:
-    """Run the tasks of a command line on its model, then print and write the results."""
     # Imported late, since help and mistakes need not wait for torch, Lightning and transformers.
     from mrp_lightning.devices import device_named
     from mrp_lightning.loop.causal_lm import CausalLM
@@ -241,14 +222,19 @@ def _run(options: Namespace) -> None:
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(source, **hub)
     tasks = load_tasks(names, include_path=options.include_path, num_fewshot=options.num_fewshot)
+    from lm_eval.utils import handle_non_serializable, make_table
+
     model = CausalLM(source, dtype=options.dtype, **hub).to(device)
     results = evaluate(model, tasks, batch_size=options.batch_size, limit=options.limit)
     summary = summarize(results)
-    _print(results, summary)
+    print(make_table(results))
+    if (mean := evaluation.mean_accuracy(summary)) is not None:
+        by_length = " and ".join(sorted(evaluation.BY_LENGTH & summary.keys()))
+        of = f", of acc_norm of {by_length} and acc of the others" if by_length else ""
+        print(f"mean accuracy: {mean:.4f}{of}")
     if out:
-        from lm_eval.utils import handle_non_serializable as plain
-
-        save_text(out, json.dumps(results, indent=2, default=plain, ensure_ascii=False) + "\n")
+        content = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        save_text(out, f"{content}\n")
         print(f"lm-eval's results are in {options.out}")
     if directory.is_dir() and os.access(directory, os.W_OK):
         # A quick look with `--limit` must not replace the result of all samples.
@@ -263,17 +249,6 @@ def _run(options: Namespace) -> None:
             f"Not recorded: {source} is no local directory that can be written. "
             "`--out FILE` keeps the results."
         )
-
-
-def _print(results: Mapping[str, Any], summary: Mapping[str, Scores]) -> None:
-    """Print lm-eval's table, and the mean accuracy that papers report."""
-    from lm_eval.utils import make_table
-
-    print(make_table(results))
-    if (mean := evaluation.mean_accuracy(summary)) is not None:
-        by_length = " and ".join(sorted(evaluation.BY_LENGTH & summary.keys()))
-        of = f", of acc_norm of {by_length} and acc of the others" if by_length else ""
-        print(f"mean accuracy: {mean:.4f}{of}")
 
 
 def _parser() -> Any:
@@ -299,5 +274,5 @@ def _parser() -> Any:
     return parser
 
 
-def _batch_size(text: str | int) -> int | str:
+def _batch_size(text: str) -> int | str:
     return text if text == "auto" else number_from(1)(text)

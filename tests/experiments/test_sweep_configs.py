@@ -9,7 +9,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAB = CONFIGS.parent / "lab" / "sweeps"

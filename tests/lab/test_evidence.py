@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="pages need the extra `report`")
 import evidence
 
 from mrp_lightning.commands.main import main
-from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {

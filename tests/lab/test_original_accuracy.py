@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule
-from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 
 STAND_IN = '''
 class SparseGPT:

@@ -12,8 +12,7 @@ from paper import paper_values
 
 from mrp_lightning.commands.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep import Sweep
-from mrp_lightning.experiments.sweep_command import read_sweep
+from mrp_lightning.experiments.sweep import Sweep, read_sweep
 from mrp_lightning.experiments.trials import Trial
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"

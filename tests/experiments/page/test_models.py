@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from mrp_lightning.experiments.groups import find_models
-from mrp_lightning.experiments.notes import notes
-from mrp_lightning.experiments.page import headline
+from mrp_lightning.experiments.page import headline, notes
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import ScoreFrame
 from mrp_lightning.experiments.trials import METHODS, canonical_method, method_rank
