@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.calibration_data import check_batch
+from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import plan_for
 from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.trainer import Trainer
