@@ -33,8 +33,8 @@ from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.solver.grid import GridParameters
 from mrp_lightning.storage.files import OTHER_WEIGHTS
 from mrp_lightning.storage.json_files import read_json
+from mrp_lightning.targets.blocks import not_finite
 from mrp_lightning.targets.layers import PLAIN_DTYPES
-from mrp_lightning.targets.values import not_finite
 from mrp_lightning.terminal import Console
 
 T = TypeVar("T")

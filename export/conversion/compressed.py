@@ -31,8 +31,7 @@ from mrp_lightning.models.checkpoint import (
     longest_sequence,
     model_class,
 )
-from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType
-from mrp_lightning.solver.grid_fit import decompose, fit_groups
+from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType, decompose, fit_groups
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, layers_of
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mrp_lightning.errors import FormatError, OptionError, ParityError
 from mrp_lightning.records.grid_file import NAME as PARAMETERS
-from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters
-from mrp_lightning.solver.grid_fit import fit_groups
+from mrp_lightning.solver.grid import GRIDS, Grid, GridParameters, fit_groups
 
 AUTO = "auto"
 _FIRST = 4  # rows for a quick check, which most weights off the grid fail

@@ -45,7 +45,7 @@ from mrp_lightning.experiments.sweep import Sweep, read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.narrowing.structure import NarrowingPlan
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
-from mrp_lightning.solver.column_set import ColumnSet
+from mrp_lightning.solver.columns import ColumnSet
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import make_plan

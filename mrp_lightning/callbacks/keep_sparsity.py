@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from mrp_lightning.distillation.kept_values import KeptValues, is_elementwise
 from mrp_lightning.errors import TargetError
 from mrp_lightning.loop.distributed import is_sharded_later, require_whole_parameters
-from mrp_lightning.targets.values import pruned_layers
+from mrp_lightning.targets.blocks import pruned_layers
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from mrp_lightning.records.report import NAME as NAME_OF_REPORT
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
-from mrp_lightning.targets.values import pruned_layers
+from mrp_lightning.targets.blocks import pruned_layers
 
 LENGTH, BATCH_SIZE = 512, 2
 """The default tokens of a window, and windows of a step."""

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from mrp_lightning.distillation.divergence import LOGITS_MEMORY
 from mrp_lightning.distillation.module import Distillation
-from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.targets.values import pruned_layers
+from mrp_lightning.targets.blocks import find_blocks, pruned_layers
 
 _TOKENS = 16
 """The tokens on which activations are measured: enough for tensors per window to be few."""

@@ -18,8 +18,7 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.perplexity import MeanLoss, Perplexity
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
-from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.targets.values import pruned_layers, refuse_not_finite
+from mrp_lightning.targets.blocks import find_blocks, pruned_layers, refuse_not_finite
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from mrp_lightning.models.loading import (
     tokenizer_from_files,
     wider_dtypes,
 )
-from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.targets.values import pruned_layers, refuse_not_finite
+from mrp_lightning.targets.blocks import find_blocks, pruned_layers, refuse_not_finite
 from mrp_lightning.upstream.torch_names import recomputed_buffers
 
 

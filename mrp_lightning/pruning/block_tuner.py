@@ -19,8 +19,7 @@ from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.rows import BlockReport
-from mrp_lightning.solver.grid import Grid, GridParameters
-from mrp_lightning.solver.grid_fit import decompose
+from mrp_lightning.solver.grid import Grid, GridParameters, decompose
 from mrp_lightning.targets.layers import Layer
 
 _SIZE = 0.1

@@ -42,10 +42,9 @@ from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.recipe import Recipe
-from mrp_lightning.targets.blocks import Block
+from mrp_lightning.targets.blocks import Block, refuse_not_finite
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.targets.values import refuse_not_finite
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,8 @@ from mrp_lightning.upstream.torch_names import (
     set_float32_precision,
 )
 
-_Setting = tuple[str, str]
-"""A backend and operation, whose float32 precision is none (inherited), ieee, tf32 or bf16."""
-
-_MATMULS: tuple[_Setting, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
+_MATMULS = (("cuda", "matmul"), ("mkldnn", "matmul"))
+"""Backends and operations, whose float32 precision is none (inherited), ieee, tf32 or bf16."""
 
 
 @contextmanager
@@ -29,8 +27,6 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
     `torch.set_float32_matmul_precision("high")`, which Lightning recommends for training, rounds
     the factors to 10 bits and less. A Hessian with a condition number of 1e4 does not survive that.
-    Afterwards the precisions are as before; as after torch's own contexts, those that were changed
-    meanwhile do not follow later changes of the precision of all backends.
     """
     # A setting that is already full stays untouched, and so goes on inheriting.
     previous = {setting: float32_precision(setting) for setting in _MATMULS}
@@ -82,13 +78,12 @@ def bfloat16_factors() -> Iterator[None]:
     Their products are exact in float32, in which they are summed, so the result is unchanged;
     processors with bfloat16 units take a third of the time.
     """
-    setting = ("mkldnn", "matmul")
-    previous = float32_precision(setting)
+    previous = float32_precision(_MATMULS[1])
     try:
-        set_float32_precision(setting, "bf16")
+        set_float32_precision(_MATMULS[1], "bf16")
         yield
     finally:
-        set_float32_precision(setting, previous)
+        set_float32_precision(_MATMULS[1], previous)
 
 
 log = logging.getLogger(__name__)
@@ -110,10 +105,9 @@ def by_rows(
 ) -> list[Result]:
     """Call `work` on consecutive ranges of the rows of a matrix, and return its results.
 
-    A range has at most `elements` elements, by default `ELEMENTS`, but at least one row.
-
-    If memory does not suffice for a range, `work` is called again on half of it, so `work` must be
-    repeatable after an error. If memory does not suffice for one row, the error is raised.
+    A range has at most `elements` elements, by default `ELEMENTS`, but at least one row. If memory
+    does not suffice for it, `work` is called again on half of it, so it must be repeatable after an
+    error. If memory does not suffice for one row, the error is raised.
     """
     results = []
     start, chunk_size = 0, max(1, (elements or ELEMENTS) // max(1, columns))

@@ -1,14 +1,15 @@
 """Remove whole columns of a weight, the same for all rows, and compensate for them exactly."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrp_ground.arguments import checked, is_count, is_number
+from mrp_ground.arguments import checked, is_count
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
-from mrp_lightning.solver.column_set import ColumnSet, greedy_set
-from mrp_lightning.solver.hessian import DampedHessian, InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.problem import (
     Quality,
     check_weight,
@@ -16,27 +17,26 @@ from mrp_lightning.solver.problem import (
     require_dense,
     require_in_range,
 )
-from mrp_lightning.solver.recipe import Method, parse_method
+from mrp_lightning.solver.recipe import Method, check_damping, parse_method
 
 METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 """The methods that remove whole columns."""
+_PANEL = 64
+"""Number of columns whose removal updates all other columns at once."""
+_PAIRS = 2**22
+"""Number of elements of the table of pairs that is computed at a time."""
+_LEAST_GAIN = 1e-9
+"""Exchanges that lower the loss by a smaller fraction are rounding."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ColumnSolution(Quality):
     """A weight matrix from which whole columns are removed, and its `Quality`.
 
-    Unlike a `Solution`, it marks groups of columns that are removed in all rows, and holds the
-    optimal loss for these groups, since its solver is direct.
-
     Attributes:
         weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
             +0.0.
         removed: bool (groups,), True = removed, for each group of columns.
-        damping_used: The λ that was added to the diagonal of the Hessian.
-        damping_ratio: λ relative to the mean of that diagonal.
-        dead_inputs: The number of columns whose inputs are all zero.
-        swaps: The number of exchanges of a removed and a kept group after the greedy choice.
         greedy_loss: The damped loss of the optimum before the swaps; `None` for methods other than
             SM.
         optimal_loss: The damped loss of the optimum for `removed`, to which `gap` is the distance;
@@ -55,12 +55,7 @@ class ColumnSolution(Quality):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRecipe:
-    """The arguments of `prune_columns`, which describes them.
-
-    Raises:
-        MethodError: The method removes no columns.
-        OptionError: `damping` is out of range.
-    """
+    """The arguments of `prune_columns`, which describes them and their errors."""
 
     count: int
     group: int = 1
@@ -69,8 +64,7 @@ class ColumnRecipe:
 
     def __post_init__(self) -> None:
         check_column_method(self.method)
-        if not is_number(self.damping) or self.damping < 0:
-            raise OptionError(f"`damping` must be a finite number ≥ 0; got {self.damping!r}.")
+        check_damping(self.damping)
 
     @property
     def parsed_method(self) -> Method:
@@ -119,8 +113,7 @@ def prune_columns(
         count: Number of groups to remove, from 1 to all but one.
         group: Number of neighbouring columns that are removed together, a divisor of the columns.
         method: magnitude, wanda, SM, magnitude+M or wanda+M.
-        damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
-            tenfold, with a `NumericalWarning`, while H is not positive definite.
+        damping: As in `prune_weight`.
 
     Returns:
         The new weight, the removed groups, and the losses. The inputs are not modified.
@@ -140,11 +133,7 @@ def prune_columns(
 
 
 def check_column_method(method: str) -> None:
-    """Check that a method removes whole columns.
-
-    Raises:
-        MethodError: The method does not, or does not exist.
-    """
+    """Raise a MethodError for a method that does not remove whole columns, or does not exist."""
     name = parse_method(method).name
     if name not in METHODS:
         raise MethodError(
@@ -165,74 +154,47 @@ def remove_columns(
     # In float64: the set is a sequence of choices between nearly equal losses, each of which
     # depends on all updates before it.
     aim = (weight if target is None else target).double()
-    choice = _choose_columns(aim, inputs, recipe)
-    # The gap measures the solver, so it is taken after rounding to the dtype of the computation,
-    # not to a narrower dtype of the weight.
-    wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
-    optimum, gap = choice.compensated(aim, inputs, wide)
+    removed, column_set, measures = _choose_columns(aim, inputs, recipe)
+    if column_set is None:
+        optimum = aim.masked_fill(removed.repeat_interleave(recipe.group), 0)
+    else:
+        live, damped = aim.masked_fill(inputs.dead, 0), inputs.damped(recipe.damping).double
+        optimum = column_set.optimum(aim, live)
+        # The gap measures the solver, so it is taken after rounding to the dtype of the
+        # computation, not to a narrower dtype of the weight.
+        wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
+        rounded = optimum.to(wide).double().masked_fill(inputs.dead, 0)
+        measures |= {
+            "optimal_loss": column_set.loss,
+            "gap": column_set.gap(live, rounded, damped.matrix),
+            "damping_ratio": damped.ratio,
+        }
     result = optimum.to(weight.dtype)
     require_in_range(result, inputs.label)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)
-    missed = output_energy(result.to(exact) - aim.to(exact), inputs.hessian)
-    ratio = recipe.damping if choice.damped is None else choice.damped.ratio
+    lost, missed = (
+        output_energy(result.to(exact) - start.to(exact), inputs.hessian) for start in (weight, aim)
+    )
+    measures = {"damping_ratio": recipe.damping, "swaps": 0} | measures
     return ColumnSolution(
         weight=result,
-        removed=choice.removed,
+        removed=removed,
         loss=lost,
-        damping_used=ratio * inputs.mean_diagonal,
-        damping_ratio=ratio,
-        swaps=choice.swaps,
-        greedy_loss=choice.greedy_loss,
-        optimal_loss=None if choice.column_set is None else choice.column_set.loss,
-        gap=gap,
+        damping_used=measures["damping_ratio"] * inputs.mean_diagonal,
         dead_inputs=inputs.dead_inputs,
         target_loss=None if target is None else missed,
+        **measures,
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _ColumnChoice:
-    """The groups of columns that a method removes from a weight.
+def _choose_columns(
+    weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe
+) -> tuple[Tensor, "ColumnSet | None", dict[str, Any]]:
+    """Choose the groups of columns to remove from a weight (rows, columns), float64.
 
-    Attributes:
-        removed: bool (groups,), True = removed.
-        damped: The damped Hessian, float64; `None` if the method does not compensate.
-        column_set: The set with the matrices that its compensation needs; `None` likewise.
-        swaps: The number of exchanges that led to the set.
-        damping_used: The λ that was added to the diagonal of the Hessian.
-        damping_ratio: λ relative to the mean of that diagonal.
-        dead_inputs: The number of columns whose inputs are all zero.
-        swaps: The number of exchanges of a removed and a kept group after the greedy choice.
-        greedy_loss: The damped loss before the exchanges; `None` for a ranked set.
+    Returns bool (groups,), True = removed, the set with what its compensation needs, if the method
+    compensates, and the measures of a greedy choice.
     """
-
-    removed: Tensor
-    damped: DampedHessian | None = None
-    column_set: ColumnSet | None = None
-    swaps: int = 0
-    greedy_loss: float | None = None
-
-    def compensated(
-        self, weight: Tensor, inputs: InputHessian, dtype: torch.dtype
-    ) -> tuple[Tensor, float | None]:
-        """Return the optimal weight without the columns, float64, and its certified gap.
-
-        The weight (rows, columns), float64, is the one whose outputs are approximated. The gap is
-        measured after a rounding to `dtype`. If the method does not compensate, the columns are set
-        to zero, and the gap is `None`.
-        """
-        if self.column_set is None or self.damped is None:
-            group = weight.shape[1] // len(self.removed)
-            return weight.masked_fill(self.removed.repeat_interleave(group), 0), None
-        live = weight.masked_fill(inputs.dead, 0)
-        optimum = self.column_set.optimum(weight, live)
-        rounded = optimum.to(dtype).double().masked_fill(inputs.dead, 0)
-        return optimum, self.column_set.gap(live, rounded, self.damped.matrix)
-
-
-def _choose_columns(weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe) -> _ColumnChoice:
-    """Choose the groups of columns to remove from a weight (rows, columns), float64."""
     method, count, group = recipe.parsed_method, recipe.count, recipe.group
     is_greedy = method.mask.needs_inverse
     removed = torch.zeros(inputs.columns // group, dtype=torch.bool, device=weight.device)
@@ -240,19 +202,19 @@ def _choose_columns(weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe) 
     if not is_greedy:
         removed[_lowest(weight, inputs, method.mask.name, count, group)] = True
     if not method.needs_inverse:
-        return _ColumnChoice(removed)
+        return removed, None, {}
     # 2. Columns of dead inputs add nothing to an output. As zeros in C = WᵀW they cost nothing, so
     # they are removed first, and no exchange for them gains anything.
     live = weight.masked_fill(inputs.dead, 0)
-    damped, covariance = inputs.damped(recipe.damping).double, live.T @ live
+    inverse, covariance = inputs.damped(recipe.damping).double.inverse, live.T @ live
     if not is_greedy:
-        return _ColumnChoice(removed, damped, ColumnSet(damped.inverse, covariance, removed, group))
+        return removed, ColumnSet(inverse, covariance, removed, group), {}
     # 3. The greedy set is a start only: the first groups were chosen when all later ones were still
     # there to compensate for them. Exchanges take such choices back.
-    removed[greedy_set(damped.inverse, covariance, count, group)] = True
-    column_set = ColumnSet(damped.inverse, covariance, removed, group)
+    removed[greedy_set(inverse, covariance, count, group)] = True
+    column_set = ColumnSet(inverse, covariance, removed, group)
     greedy_loss = column_set.loss
-    return _ColumnChoice(removed, damped, column_set, column_set.swap(), greedy_loss)
+    return removed, column_set, {"swaps": column_set.swap(), "greedy_loss": greedy_loss}
 
 
 def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:
@@ -263,3 +225,228 @@ def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: 
     scores = energies.masked_fill(inputs.dead, 0).view(-1, group).sum(1)
     scores[inputs.dead.view(-1, group).all(1)] = -1
     return scores.sort(stable=True).indices[:count]
+
+
+def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> list[int]:
+    """Remove groups of columns greedily, each with the least loss after compensation.
+
+    For a weight W with Hessian H, A = H⁻¹ and C = WᵀW. When the columns P are removed, A becomes
+    A_KK − A_KP A_PP⁻¹ A_PK = (H_KK)⁻¹ on the kept columns K, and C becomes WᵀW of their optimum.
+    Removing the group J next costs ½·tr(A_JJ⁻¹ C_JJ), with the present A and C.
+
+    Args:
+        inverse: A, (columns, columns).
+        covariance: C, (columns, columns).
+        count: Number of groups to remove.
+        width: Columns of a group.
+
+    Returns:
+        The removed groups, in the order of their removal.
+    """
+    inverse, covariance = inverse.clone(), covariance.clone()
+    inverse_blocks = _diagonal_blocks(inverse, width)
+    covariance_blocks = _diagonal_blocks(covariance, width)
+    lost = torch.zeros(len(inverse_blocks), dtype=inverse.dtype, device=inverse.device)
+    order: list[int] = []
+    # The loop rests on four facts:
+    # 1. The cost of a group, ½·tr(A_JJ⁻¹ C_JJ), needs the diagonal blocks of A and C alone. So only
+    #    these are kept up to date: O(columns·width²) a step, where all of A would be O(columns²).
+    # 2. Removing J downdates A by aᵀl with a = A_J: and l = A_JJ⁻¹a, and C by hᵀl + lᵀh with
+    #    h = C_J: − C_JJ·l/2. The stored matrices lag behind by the `pending` triples (a, l, h), of
+    #    (width, columns) each: at every step A = inverse − Σ aᵀl, C = covariance − Σ (hᵀl + lᵀh).
+    # 3. The next downdate needs the present rows J of both, which the sums of 2 give.
+    # 4. `_PANEL` columns of downdates are applied together, since a product of matrices is bound by
+    #    compute and an update of low rank by memory.
+    pending: list[tuple[Tensor, Tensor, Tensor]] = []
+    for _ in range(count):
+        j = int((costs(inverse_blocks, covariance_blocks) + lost).argmin())
+        order.append(j)
+        lost[j] = torch.inf
+        columns = slice(j * width, (j + 1) * width)
+        a, c = inverse[columns].clone(), covariance[columns].clone()
+        if pending:
+            pending_a, pending_l, pending_h = (torch.cat(x) for x in zip(*pending, strict=True))
+            a -= pending_a[:, columns].T @ pending_l
+            c -= pending_h[:, columns].T @ pending_l + pending_l[:, columns].T @ pending_h
+        step = torch.linalg.solve(a[:, columns], a)
+        half = c - c[:, columns] @ step / 2
+        pending.append((a, step, half))
+        steps, halves = blocks_of(step, width), blocks_of(half, width)
+        inverse_blocks = inverse_blocks - blocks_of(a, width).mT @ steps
+        change = halves.mT @ steps
+        covariance_blocks = covariance_blocks - change - change.mT
+        # A removed group must not be chosen again, nor its zero block be inverted.
+        inverse_blocks[j] = torch.eye(width, dtype=inverse.dtype, device=inverse.device)
+        covariance_blocks[j] = 0
+        if len(pending) * width >= _PANEL:
+            a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
+            inverse.addmm_(a.T, step, alpha=-1)
+            covariance.addmm_(half.T, step, alpha=-1).addmm_(step.T, half, alpha=-1)
+            pending.clear()
+    return order
+
+
+class ColumnSet:
+    """A set P of removed groups, its exact loss, and what exchanging two groups would change.
+
+    It holds two matrices (columns, columns). In S are (H_KK)⁻¹, T = (H_KK)⁻¹H_KP and the Schur
+    complement B = H_PP − H_PK T, which is the inverse of A_PP. With Y_K, the weights at their
+    optimum, and Y_P, the gradients of the removed ones, Q = YᵀY. Putting a group back or removing
+    one is a sweep of S (Beaton, 1964) and a change of rank 2·`width` in Q.
+
+    Args:
+        inverse: A, (columns, columns).
+        covariance: C, (columns, columns).
+        removed: bool (groups,), True = removed. `swap` updates this tensor in place.
+        width: Columns of a group.
+
+    Attributes:
+        loss: ½·tr(W_P B W_Pᵀ), the damped loss of the optimum.
+    """
+
+    def __init__(self, inverse: Tensor, covariance: Tensor, removed: Tensor, width: int) -> None:
+        self.removed, self._width = removed, width
+        is_removed = removed.repeat_interleave(width)
+        p, k = is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
+        schur = torch.linalg.inv(inverse[p][:, p])
+        schur = (schur + schur.T) / 2
+        reach = -inverse[k][:, p] @ schur
+        swept = torch.empty_like(inverse)
+        swept[p[:, None], p] = schur
+        swept[k[:, None], p], swept[p[:, None], k] = reach, reach.T
+        swept[k[:, None], k] = inverse[k][:, k] + reach @ inverse[p][:, k]
+        # Y = W M: Y_K = W_K + W_P Tᵀ (the compensation) and Y_P = W_P B, so that Q = Mᵀ C M.
+        maps = torch.zeros_like(inverse)
+        maps[k, k] = 1
+        maps[p[:, None], k], maps[p[:, None], p] = reach.T, schur
+        self._swept, self._energy = swept, maps.T @ covariance @ maps
+        self.loss = float((covariance[p][:, p] * schur).sum()) / 2
+
+    @property
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """The removed and the kept columns."""
+        is_removed = self.removed.repeat_interleave(self._width)
+        return is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
+
+    def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
+        """Return the optimal weight (rows, columns) without the removed columns P.
+
+        `live` is the weight with zeros in the columns of dead inputs.
+        """
+        p, k = self._columns
+        optimum = torch.zeros_like(weight)
+        optimum[:, k] = torch.addmm(weight[:, k], live[:, p], self._swept[p][:, k])
+        return optimum
+
+    def gap(self, weight: Tensor, solution: Tensor, matrix: Tensor) -> float:
+        """Return the distance of a solution's loss from the optimal loss, relative to the latter.
+
+        The distance is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the
+        damped H. If the optimal loss is zero, the result is zero.
+        """
+        k = self._columns[1]
+        residual = (weight - solution) @ matrix[:, k]
+        distance = float(((residual @ self._swept[k][:, k]) * residual).sum()) / 2
+        return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
+
+    def swap(self) -> int:
+        """Exchange the best pair of groups while that lowers the loss; return the swaps' number."""
+        done = 0
+        # 1. The best of all pairs is taken, not the first that helps: one exchange costs two sweeps
+        #    of the stored matrices, as much as looking at all pairs.
+        # 2. Each exchange lowers the loss, so no set repeats and the loop ends. The limit guards
+        #    against gains that are rounding.
+        # 3. In the end no exchange of two groups lowers the loss: a local optimum, not the global.
+        while done < len(self.removed):
+            gain, returned, newly_removed = self._best_exchange()
+            if not gain > _LEAST_GAIN * self.loss:
+                break
+            self._sweep(returned)
+            self._sweep(newly_removed)
+            self.loss -= gain
+            done += 1
+        return done
+
+    def _best_exchange(self) -> tuple[float, int, int]:
+        """Return the largest gain of an exchange, the group put back, and the one removed."""
+        width = self._width
+        removed_groups, kept_groups = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
+        swept_blocks = _diagonal_blocks(self._swept, width)
+        energy_blocks = _diagonal_blocks(self._energy, width)
+        # The gain of an exchange is exact, since both of its halves are: putting p back from the
+        # stored matrices, and removing q from those in which p is back, of which only the blocks
+        # (q, q) are needed. For blocks of one element, a batched matmul is slower than the
+        # elementwise product.
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
+        best = (-torch.inf, -1, -1)
+        for groups in removed_groups.split(max(1, _PAIRS // (len(kept_groups) * width**2))):
+            schur = swept_blocks[groups][:, None]  # (p, 1, width, width)
+            t = _tiles(self._swept, groups, kept_groups, width).mT  # T_qp, (p, q, width, width)
+            # With p back, A_qq gains T B⁻¹ Tᵀ, and Y_q loses Y_p B⁻¹ Tᵀ.
+            step = multiply(t, torch.linalg.inv(schur))
+            a = swept_blocks[kept_groups] + multiply(step, t.mT)
+            through = multiply(step, _tiles(self._energy, groups, kept_groups, width))
+            c = energy_blocks[kept_groups] - through - through.mT
+            c += multiply(multiply(step, energy_blocks[groups][:, None]), step.mT)
+            # Gain of putting p back, less the loss of then removing q.
+            change = costs(schur, energy_blocks[groups][:, None]) - costs(a, c)
+            value, index = change.flatten().max(0)
+            if float(value) > best[0]:
+                i, j = divmod(int(index), len(kept_groups))
+                best = float(value), int(groups[i]), int(kept_groups[j])
+        return best
+
+    def _sweep(self, j: int) -> None:
+        """Put a removed group back, or remove a kept one, by the sweep operator of Beaton."""
+        swept, energy, width = self._swept, self._energy, self._width
+        columns = slice(j * width, (j + 1) * width)
+        is_removed, removes = self.removed.repeat_interleave(width), not bool(self.removed[j])
+        # The kept columns if the group is removed, else the removed ones.
+        opposite = is_removed != is_removed[columns.start]
+        side = swept[:, columns].clone()
+        pivot = torch.linalg.inv(side[columns])
+        pivot = (pivot + pivot.T) / 2
+        step = side @ pivot
+        # The sweep subtracts S_:J S_JJ⁻¹ S_J:, but adds it between two opposite columns.
+        swept.addmm_(step, side.T, alpha=-1)
+        swept.addmm_(torch.where(opposite[:, None], step, 0), side.T * opposite, alpha=2)
+        new_side = torch.where(opposite[:, None] == removes, step, -step)
+        swept[:, columns], swept[columns] = new_side, new_side.T
+        swept[columns, columns] = pivot
+        # Y becomes Y − Y_J lᵀ for the other columns, and Y_J times the pivot for the group itself:
+        # a symmetric change of rank 2·width in Q = YᵀY.
+        change = torch.where(opposite[:, None], -step, step) if removes else step.clone()
+        change[columns] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
+        column = energy[:, columns].clone()
+        half = column - change @ column[columns] / 2
+        energy.addmm_(half, change.T, alpha=-1).addmm_(change, half.T, alpha=-1)
+        self.removed[j] = removes
+
+
+def costs(inverse: Tensor, energy: Tensor) -> Tensor:
+    """Return ½·tr(A⁻¹C) of blocks (..., width, width): (...).
+
+    With A and C as in `greedy_set`, this is the loss of removing a group; with B and Y_pᵀY_p of
+    `ColumnSet`, the gain of putting one back.
+    """
+    if inverse.shape[-1] == 1:
+        return (energy / inverse)[..., 0, 0] / 2
+    return torch.linalg.solve(inverse, energy).diagonal(dim1=-2, dim2=-1).sum(-1) / 2
+
+
+def blocks_of(rows: Tensor, width: int) -> Tensor:
+    """Return a matrix (width, columns) as (groups, width, width)."""
+    return rows.unflatten(1, (-1, width)).transpose(0, 1)
+
+
+def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
+    """Return the blocks (groups, width, width) on the diagonal of a matrix (columns, columns)."""
+    groups = len(matrix) // width
+    tiles = matrix.view(groups, width, groups, width)
+    return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _tiles(matrix: Tensor, rows: Tensor, columns: Tensor, width: int) -> Tensor:
+    """Return blocks of a matrix by groups of rows and columns, (rows, columns, width, width)."""
+    groups = len(matrix) // width
+    return matrix.view(groups, width, groups, width)[rows][:, :, columns].transpose(1, 2)

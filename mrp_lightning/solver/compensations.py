@@ -88,7 +88,7 @@ class NoCompensation:
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
         """Choose the mask from the dense weight, and leave the kept weights as they are."""
         weight = problem.weight
-        choose = mask.bind(problem, problem.inverse_blocks)
+        choose = mask.bind(problem, lambda width: problem.damped.inverse_blocks(width))
         blocks = split_range(0, weight.shape[1], problem.block_size)
         return Compensated(weight, torch.cat([choose(weight[:, a:b], a) for a, b in blocks], dim=1))
 
@@ -157,8 +157,7 @@ class ExactCompensation:
     Block by block the mask sees the weights re-optimised for all blocks before it. Re-optimising
     after each block equals optimising once for the whole removed set, so only the last solve is
     done to `tolerance`, the certified relative distance to the optimal loss at which the iteration
-    stops; those between blocks are as accurate as the choice of weights needs. By default it is
-    1e-6, and 1e-4 for 16-bit weights, whose rounding alone adds about 1e-4 to the loss.
+    stops; those between blocks are as accurate as the choice of weights needs.
     """
 
     name: ClassVar[str] = "M"
@@ -168,16 +167,13 @@ class ExactCompensation:
 
     def __post_init__(self) -> None:
         value = self.tolerance
-        if value is None:
-            return
-        if not is_number(value) or value <= 0:
+        if value is not None and (not is_number(value) or value <= 0):
             raise OptionError(f"`tolerance` must be a finite number > 0; got {value!r}.")
-        object.__setattr__(self, "tolerance", float(value))
 
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
         """Run Algorithm 1, and then solve for its whole removed set."""
         weight, iterations = problem.weight, 0
-        choose = mask.bind(problem, problem.inverse_blocks)
+        choose = mask.bind(problem, lambda width: problem.damped.inverse_blocks(width))
         if problem.block_size == weight.shape[1]:
             # One block: the mask sees the dense weight, and there is nothing to approach.
             pruned = choose(weight, 0)
@@ -196,7 +192,9 @@ class ExactCompensation:
         """Solve for the removed set from x, after `iterations` so far."""
         dtype = problem.weight.dtype
         tolerance = self.tolerance or (1e-4 if problem.result_dtype.itemsize == 2 else 1e-6)
-        problem = _in_sufficient_precision(problem)
+        # Float32 iterations need not come near the optimum of an ill-conditioned matrix.
+        if not problem.damped.float32_suffices:
+            problem = replace(problem, weight=problem.weight.double())
         x = x.to(problem.weight.dtype)
         steps, gap = _solve(problem, x, pruned, tolerance, dtype, iterations)
         return Compensated(x.to(dtype), pruned, steps, gap)
@@ -206,9 +204,9 @@ class ExactCompensation:
 class SweptCompensation:
     """Solution 𝔖 for the choice, and 𝔐 for the weights: the optimum for a column sweep's mask.
 
-    The mask is that of `ColumnSweep`; a single solve, started from the swept weights, then sets all
-    kept weights to the optimum. It takes about the time of `ExactCompensation` with one block. As
-    a rule its mask loses less than a mask chosen in one block, and more than Algorithm 1's.
+    A single solve, started from the swept weights, sets all kept weights to the optimum. It takes
+    about the time of `ExactCompensation` with one block. As a rule its mask loses less than a mask
+    chosen in one block, and more than Algorithm 1's.
     """
 
     name: ClassVar[str] = "SM"
@@ -221,21 +219,12 @@ class SweptCompensation:
         return self.exact.improve(problem, ColumnSweep().apply(problem, mask))
 
 
-def _in_sufficient_precision(problem: Problem) -> Problem:
-    """Return the problem in float64 if float32 does not suffice for its matrix."""
-    # Float32 iterations need not come near the optimum of such an ill-conditioned matrix.
-    if problem.damped.float32_suffices:
-        return problem
-    return replace(problem, weight=problem.weight.double())
-
-
 def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, int]:
     """Choose the removed weights block by block, as Algorithm 1 does.
 
     After the blocks up to column b all columns beyond are kept and can be eliminated: with
     G = [(H⁻¹)_bb]⁻¹ (a Schur complement) the problem is one in the first b columns alone, and
     the optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:.
-    Only the next block of them is ever needed.
 
     Returns a start for the last solve, the removed weights, bool, and the number of iterations.
     """
@@ -319,7 +308,7 @@ class _Leading:
 
 
 class _Approach:
-    """The approach of some rows of x to their optimum."""
+    """The iteration of some rows of x towards their optimum."""
 
     def __init__(self, leading: _Leading, rows: slice) -> None:
         self.leading, self.weight = leading, leading.weight[rows]

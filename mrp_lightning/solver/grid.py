@@ -6,6 +6,7 @@ group. `grid_of_bits` gives the grids of this project's packed formats, `GRIDS` 
 that engines read: the solver is the same for all of them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from mrp_ground.errors import OptionError
+from mrp_ground.errors import FormatError, OptionError
 from mrp_lightning.solver.arguments import GROUP_SIZE
 
 _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
@@ -257,14 +258,10 @@ class Grid:
         return ratios.copy_(codes[halves.long()])
 
     def codes_of(self, weight: Tensor, parameters: GridParameters) -> Tensor | None:
-        """Return the codes of a weight for its known parameters, None unless they give its values.
+        """Return the codes of a weight for parameters, which may be those of another one or grid.
 
-        Args:
-            weight: (rows, columns), floating point.
-            parameters: The parameters, which need not be those of this grid.
-
-        Returns:
-            int8 (rows, columns), whose `values` in the weight's dtype equal it; −0.0 equals 0.
+        The result is int8 (rows, columns), whose `values` in the weight's dtype equal the weight
+        (rows, columns), with −0.0 equal to 0; None if there are no such codes.
         """
         rows, columns = weight.shape
         parameters = parameters.map(lambda tensor: tensor.to(weight.device, torch.float32))
@@ -387,15 +384,127 @@ scales are bfloat16."""
 
 
 def grid_named(name: str, argument: str = "grid") -> Grid:
-    """Return the grid of an engine.
-
-    Args:
-        name: The name in `GRIDS`.
-        argument: The argument that names it, for messages.
-
-    Raises:
-        OptionError: There is no grid of that name; the message lists all.
-    """
+    """Return the grid of an engine, or raise an OptionError for an `argument` that names none."""
     if name not in GRIDS:
         raise OptionError(f"`{argument}` must be one of {', '.join(GRIDS)}; got {name!r}.")
     return GRIDS[name]
+
+
+def decompose(
+    grid: Grid, weight: Tensor, known: GridParameters | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a weight that lies on a grid.
+
+    Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that of the
+    smallest codes is taken, for grids with a name that of the largest. A group of zeros has the
+    scale 1, or 0 if no code is zero.
+
+    Args:
+        grid: The grid.
+        weight: (rows, columns), floating point; with `steps`, in whole units (see `Grid.divides`).
+        known: The parameters with which the weight was made, if they are known. They are used if
+            they give its values; see `Grid.codes_of`.
+
+    Returns:
+        The codes, int8 (rows, columns), and the scales, float32 (rows, groups).
+
+    Raises:
+        FormatError: Some group of a row has no such scale, or the grid has minima or units and they
+            are not `known`; the message names the first group.
+    """
+    codes, scales, fits = fit_groups(grid, weight, known)
+    if not bool(fits.all()):
+        row, group = (~fits).nonzero()[0].tolist()
+        start = group * grid.group_size
+        stop = min(start + grid.group_size, weight.shape[1])
+        of_type = "" if grid.name is None else f" of the type {grid.name}"
+        raise FormatError(
+            f"Row {row}, columns {start} to {stop - 1} (group {group}): no scale makes these "
+            f"weights codes{of_type} from {grid.codebook[0]} to {grid.codebook[-1]}, as "
+            f"{grid.bits} bits with groups of {grid.group_size} need. The weight was changed after "
+            "it was put on its grid, or is on another one: give its `bits` and `group_size`, or "
+            "its `grid`."
+        )
+    return codes, scales
+
+
+def fit_groups(
+    grid: Grid, weight: Tensor, known: GridParameters | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales as `decompose` does, and the groups that lie on the grid.
+
+    The third result is bool (rows, groups), True for the groups whose codes and scales give the
+    weight exactly; codes and scales of the others mean nothing. Values alone do not determine
+    minima and units, so that no group of a grid with these fits without `known` parameters.
+    """
+    rows, columns = weight.shape
+    scales = torch.ones(rows, grid.groups(columns), device=weight.device)
+    fits = torch.ones(scales.shape, dtype=torch.bool, device=weight.device)
+    if known is not None and (known_codes := grid.codes_of(weight, known)) is not None:
+        return known_codes, known.scales.to(scales), fits
+    codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
+    if grid.needs_parameters:
+        return codes, scales, ~fits
+    for some in row_ranges(rows, columns):
+        share = weight[some].detach()
+        values = grid.grouped(share.to(torch.promote_types(weight.dtype, torch.float32)))
+        peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
+        chosen, factors, fits[some] = _fit_scales(grid, values, peaks, weight.dtype)
+        codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
+        scales[some] = factors.float()
+    return codes, scales, fits
+
+
+def _fit_scales(
+    grid: Grid, values: Tensor, peaks: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes and scales of groups, and whether these fit, for a grid without `steps`.
+
+    `values` (rows, groups, group_size) are in at least float32, `peaks` (rows, groups) are the
+    largest of each group with their signs, and code·scale is rounded to `dtype`.
+    """
+    if not grid.signed:
+        peaks = peaks.abs()
+    zero = peaks == 0
+    codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and never fits
+    # Without a code for zero, a group of zeros has the scale zero.
+    scales = torch.ones_like(peaks) if grid.holds_zero else (~zero).to(peaks.dtype)
+    # 1. The largest weight gives the candidates: each code leaves few scales for it.
+    # 2. Whether a candidate gives the largest weight is a test of one number per group; only the
+    #    groups that pass are rounded in full.
+    # 3. Solved groups take no other candidate: the order of these decides between several.
+    for code, scale in _candidates(grid, peaks, dtype):
+        possible = waiting & ((code * scale).to(dtype) == peaks)
+        chosen, factors = values[possible], scale[possible][:, None]
+        if not len(chosen):
+            continue
+        targets, chosen = chosen, grid.nearest(chosen / factors)
+        fitting = ((chosen * factors).to(dtype) == targets).all(1)
+        solved = possible.masked_scatter(possible, fitting)
+        codes[solved], scales[solved] = chosen[fitting], factors[fitting, 0]
+        waiting &= ~solved
+        if not bool(waiting.any()):
+            break
+    return codes, scales, ~waiting
+
+
+def _candidates(grid: Grid, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yield codes of the largest weights of groups, and scales that may give these weights."""
+    # A weight in `dtype` bounds its scale to within half a unit in the last place. That is one
+    # scale if products are exact, and else some neighbours.
+    odd_parts = [code // (code & -code) for code in grid.codebook if code]
+    products = grid.scales.significant + max(map(abs, odd_parts)).bit_length()
+    missing = grid.scales.significant - _significant_bits(dtype)
+    span = 0 if products <= _significant_bits(dtype) else 1 + (1 << max(0, missing))
+    # Packed formats store the smallest codes; solvers choose scales that reach the largest.
+    codes = sorted(grid.codebook, key=abs, reverse=grid.name is not None)
+    for code in codes:
+        if code == 0 or (code < 0 and not grid.signed):
+            continue
+        centre = grid.round_scales(peaks / code)
+        for steps in sorted(range(-span, span + 1), key=abs):
+            yield code, grid.scales.shift(centre.abs(), steps).copysign(centre)
+
+
+def _significant_bits(dtype: torch.dtype) -> int:
+    return 1 - int(math.log2(torch.finfo(dtype).eps))

@@ -52,8 +52,7 @@ class TokenSum:
 class HessianAccumulator(TokenSum):
     """Sum up H = 2·XᵀX / tokens over batches of a layer's inputs.
 
-    H is the Hessian of the mean over tokens of ‖(w + δ)x − wx‖² with respect to a row of δ. It
-    is float32, on the device of the first batch, on which all further batches must be.
+    H is the Hessian of the mean over tokens of ‖(w + δ)x − wx‖² with respect to a row of δ.
 
     Args:
         columns: Number of input features of the layer.
@@ -186,9 +185,8 @@ _MIRRORED = 512
 def factor_of_inverse(matrix: Tensor) -> Tensor | None:
     """Return the upper triangular U with UᵀU = A⁻¹, or `None` if A is not positive definite.
 
-    A = RRᵀ with R upper triangular, and U = R⁻¹: neither A⁻¹ is formed nor factorised again. Of A,
-    (n, n), only the upper triangle is read. On a CPU, for n > 768, A is overwritten and U takes its
-    memory.
+    A = RRᵀ with R upper triangular, and U = R⁻¹. Of A, (n, n), only the upper triangle is read. On
+    a CPU, for n > 768, U takes its memory.
     """
     columns = len(matrix)
     if matrix.device.type != "cpu" or columns <= 3 * _FACTORISED:
@@ -257,10 +255,9 @@ class _NotPositiveDefiniteError(HessianError):
 class DampedHessian:
     """H + λI, positive definite, with the triangular factor of its inverse.
 
-    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is not changed,
-    and must not be: `matrix_in` reads it again. The sum is factorised at once; all else is computed
-    when it is first needed. Dead inputs, whose diagonal is zero, are decoupled from all others, so
-    their weights never move. Below, H and H⁻¹ with an index are those of the sum.
+    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H must not change:
+    `matrix_in` reads it again. Dead inputs, whose diagonal is zero, are decoupled from all others,
+    so their weights never move. Below, H and H⁻¹ with an index are those of the sum.
 
     Attributes:
         damping_used: λ.
@@ -270,15 +267,10 @@ class DampedHessian:
             others explain. It does not change with the scale of inputs, unlike the condition
             number, which one large channel makes huge and harmless.
         float32_suffices: Whether iterations in float32 can be trusted to the last digits.
-        delicate: The indices of the few columns whose products bfloat16 spoils most, (n,) in
-            ascending order, n ≤ columns / 64: a token with massive activations makes these columns
-            nearly multiples of one another.
+        delicate: The indices of the few columns whose products bfloat16 spoils most, ascending, at
+            most columns / 64: massive activations make them nearly multiples of one another.
         bfloat16_helps: Whether iterations with products rounded to bfloat16 in all other columns
-            still converge towards the solution, and columns are so many that products dominate the
-            time.
-
-    Raises:
-        _NotPositiveDefiniteError: The matrix is not positive definite within its precision.
+            still converge, and columns are so many that products dominate the time.
     """
 
     def __init__(
@@ -411,9 +403,8 @@ _CAUSES = (
 class InputHessian:
     """H = 2·XᵀX / tokens of the inputs X, checked, and H + λI for the methods that need it.
 
-    Make it once for each *input*: layers that read the same activations (q, k and v; gate and up)
-    share it. Methods that only need H itself, such as magnitude and Wanda, factorise nothing: for
-    them H may be singular. H is kept as it is, without a copy, and is not changed.
+    Layers that read the same activations (q, k and v; gate and up) share one. Methods that only
+    need H itself, such as magnitude and Wanda, factorise nothing: for them H may be singular.
 
     Raises:
         HessianError: H is not a square floating-point matrix, not symmetric, has NaN or Inf or a
@@ -422,10 +413,9 @@ class InputHessian:
 
     def __init__(self, hessian: Tensor, *, name: str | None = None) -> None:
         self.label = f"layer `{name}`" if name else "layer"  # in messages
-        if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or hessian.shape[0] == 0:
-            self._fail(
-                f"the Hessian must be square, (columns, columns); got {tuple(hessian.shape)}"
-            )
+        shape = tuple(hessian.shape)
+        if hessian.ndim != 2 or shape[0] != shape[1] or shape[0] == 0:
+            self._fail(f"the Hessian must be square, (columns, columns); got {shape}")
         if not hessian.is_floating_point():
             self._fail(f"the Hessian must be floating point; got {hessian.dtype}")
         self.hessian = hessian.detach()
@@ -453,11 +443,8 @@ class InputHessian:
         """Return H + λI with λ = damping · mean(diag H), factorised once for each `damping`.
 
         If the matrix is not positive definite to its own precision, damping rises tenfold from
-        max(damping, 1e-6), to at most 10, with a `NumericalWarning` for each step. The mean is over
-        the inputs that are not dead.
-
-        Raises:
-            HessianError: The matrix is not positive definite with any of these dampings.
+        max(damping, 1e-6), to at most 10, with a `NumericalWarning` for each step; then a
+        `HessianError` is raised. The mean is over the inputs that are not dead.
         """
         if damping not in self._damped:
             self._damped[damping] = self._factorised(damping)

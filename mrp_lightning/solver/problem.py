@@ -91,10 +91,6 @@ class Problem:
         damped = self.inputs.damped(self.damping)
         return damped.double if self.weight.dtype == torch.float64 else damped
 
-    def inverse_blocks(self, width: int) -> Tensor:
-        """Return the diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
-        return self.damped.inverse_blocks(width)
-
     def select(self, scores: Tensor, start: int) -> Tensor:
         """Mark the lowest scores (rows, width) of the columns from `start` on, True = removed.
 
@@ -120,9 +116,6 @@ class Problem:
 @dataclass(frozen=True, kw_only=True)
 class Quality:
     """The losses of a layer's solution, and the effort of the solver.
-
-    `Solution`, in which single weights are removed, and `ColumnSolution`, in which whole columns
-    are, add their weights.
 
     Attributes:
         loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration

@@ -87,19 +87,17 @@ def prune_weight(
     Args:
         weight: The dense weight, (rows, columns), floating point.
         hessian: H = 2·XᵀX / tokens, (columns, columns), undamped; see `HessianAccumulator`.
-        sparsity: Fraction of the weights to remove, in (0, 1).
-        pattern: "N:M", N kept of every M consecutive input columns.
-        method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, JM, SSM, or MASK+COMPENSATION.
-        block_size: Number of columns chosen together (the paper's S); None for all.
-        damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
-            tenfold, with a `NumericalWarning`, while H is not positive definite.
-        tolerance: Relative gap to the optimum at which the compensation M stops, > 0. None means
-            1e-6, and 1e-4 for 16-bit weights, whose rounding alone adds about 1e-4 to the loss.
-        bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
-        group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
-        grid: The type of an engine, such as q4_0 or int4-g64; `LayerSettings` lists all. It has its
-            bits and group size, which need not be given; columns are in whole groups, for q3_k,
-            q4_k and q5_k multiples of 256. iq4_nl and types with minima hold no removed weights.
+        sparsity: This and the others are as in `LayerSettings`.
+        pattern: "N:M", such as "2:4".
+        method: A name such as "SM", or MASK+COMPENSATION.
+        block_size: A number of columns (the paper's S); None for all.
+        damping: A number ≥ 0. It rises tenfold, with a `NumericalWarning`, while H is not positive
+            definite.
+        tolerance: A number > 0, or None.
+        bits: 3, 4, 8 or None.
+        group_size: A number of columns ≥ 1.
+        grid: The type of an engine, such as q4_0. Columns are in whole groups of it, for q3_k, q4_k
+            and q5_k multiples of 256.
 
     Returns:
         The pruned weight and its measures. The inputs are not modified.
@@ -133,23 +131,16 @@ def prune_weight(
 
 @dataclass(frozen=True, eq=False)
 class LayerTask:
-    """A weight to prune.
+    """A weight to prune."""
 
-    Attributes:
-        weight: The dense weight, (rows, columns).
-        recipe: The recipe.
-        target: The weight that mask and compensation work on in place of the dense one, the rows of
-            this process alone; see `dense_target`. None for the dense weight itself.
-        progress: Called with the state of a long solution, in words.
-        is_pruned: Whether the zeros of the weight are its removed weights, so that it is put on
-            its grid alone.
-    """
-
-    weight: Tensor
+    weight: Tensor  # the dense weight, (rows, columns)
     recipe: Recipe
     target: Tensor | None = None
-    progress: Callable[[str], None] = lambda _: None
+    """The weight that mask and compensation work on in place of the dense one, the rows of this
+    process alone; see `dense_target`. None for the dense weight itself."""
+    progress: Callable[[str], None] = lambda _: None  # called with the state of a long solution
     is_pruned: bool = False
+    """Whether the zeros of the weight are its removed weights: it is put on its grid alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,33 +248,24 @@ def _on_grid(solved: list[_Solved]) -> list[_Solved]:
         first.task.recipe.grid,
     )
     finished, sizes = [], [len(result.weight) for result in results]
-    for layer, weight, of_layer in zip(
-        solved, rounded.split(sizes), parameters.split(sizes), strict=True
-    ):
-        problem, dtype = layer.problem, layer.task.weight.dtype
-        zeros_loss = layer.target_loss
-        if layer.task.target is not None:
-            zeros_loss = problem.loss(layer.result.cast(dtype), layer.dense)
-        result = replace(layer.result, weight=weight)
-        target_loss = problem.loss(result.cast(dtype), problem.weight)
-        finished.append(
-            replace(
-                layer,
-                result=result,
-                target_loss=target_loss,
-                zeros_loss=zeros_loss,
-                grid_parameters=of_layer,
-            )
+    of_layers = zip(solved, rounded.split(sizes), parameters.split(sizes), strict=True)
+    for each, weight, of_layer in of_layers:
+        problem, dtype, zeros_loss = (
+            each.problem,
+            each.task.weight.dtype,
+            each.target_loss,
         )
+        if each.task.target is not None:
+            zeros_loss = problem.loss(each.result.cast(dtype), each.dense)
+        result = replace(each.result, weight=weight)
+        target_loss = problem.loss(result.cast(dtype), problem.weight)
+        layer = replace(each, result=result, grid_parameters=of_layer)
+        finished.append(replace(layer, target_loss=target_loss, zeros_loss=zeros_loss))
     return finished
 
 
 def _solution(layer: _Solved, processes: Processes) -> Solution:
-    """Gather the rows of all processes, and measure the loss.
-
-    Raises:
-        HessianError: A weight is out of the range of its dtype.
-    """
+    """Gather the rows of all processes, and measure the loss."""
     task, problem, result = layer.task, layer.problem, layer.result
     inputs, recipe, rows = problem.inputs, task.recipe, len(task.weight)
     weight = result.cast(task.weight.dtype)

@@ -34,21 +34,17 @@ _PANEL = 128
 _SCALES_AT_A_TIME = 2**20
 """The number of elements of the temporaries of a search for scales."""
 
+_Units = tuple[Tensor | None, Tensor | None]
+
 
 def on_grid(
     problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid
 ) -> tuple[Tensor, GridParameters]:
     """Quantise the kept weights to the grid, so that the loss relative to `weight` is small.
 
-    Args:
-        problem: The problem of the layer, whose H + λI measures changes.
-        weight: The compensated weight, (rows, columns).
-        pruned: bool (rows, columns), True = removed.
-        grid: The grid.
-
-    Returns:
-        The weight on the grid, (rows, columns), in the dtype of `weight`, and its parameters, in
-        float32. The loss of each row is at most that after the column sweep alone.
+    The weight (rows, columns) is compensated for `pruned`, bool (rows, columns), True = removed.
+    The H + λI of the problem measures changes. Returns the weight on the grid, in the same dtype,
+    and its parameters, in float32. The loss of each row is at most that after the sweep alone.
     """
     # Errors of feedback and gradient grow with the inflation that `float32_suffices` bounds.
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
@@ -89,10 +85,8 @@ def gather_parameters(share: GridParameters, rows: int, processes: Processes) ->
 class _Descent:
     """The codes and scales of some rows of a weight.
 
-    Tensors are (columns, rows), those of scales, minima and their units (groups, rows).
-
-    `target` is ŵ, with zeros for removed weights; `kept` is one for kept weights and zero for
-    removed ones.
+    Tensors are (columns, rows), those of scales, minima and their units (groups, rows). `target` is
+    ŵ, with zeros for removed weights; `kept` is one for kept weights and zero for removed ones.
     """
 
     def __init__(self, target: Tensor, kept: Tensor, damped: DampedHessian, grid: Grid) -> None:
@@ -101,9 +95,8 @@ class _Descent:
         self.codes = torch.zeros_like(target)
         self.scales = target.new_ones(grid.groups(columns), rows)
         self.minima = torch.zeros_like(self.scales) if grid.minimum else None
-        # Units of the scales and of the minima.
-        self.units = None if grid.steps is None else torch.ones_like(self.scales)
-        self.minimum_units = None if grid.steps is None else torch.ones_like(self.scales)
+        ones = None if grid.steps is None else torch.ones_like(self.scales)
+        self.units = ones, None if ones is None else ones.clone()  # of the scales and the minima
 
     def numbers(self) -> list[Tensor]:
         """Return codes, scales and, if the grid has them, minima, each (…, rows)."""
@@ -206,40 +199,38 @@ class _Descent:
 
     def _choose_units(self, group: int, swept: Tensor) -> None:
         """Choose the units that groups share, at the first group, from scales without units."""
-        if self.units is None or group % self.grid.together:
+        if self.grid.steps is None or group % self.grid.together:
             return
         # The later groups still lack feedback: their free scales serve for the unit alone, and the
         # sweep chooses their scales anew when it reaches them.
         groups = range(group, min(group + self.grid.together, len(self.scales)))
-        among = slice(groups.start, groups.stop)
-        if self.minima is None or self.minimum_units is None:
-            free = torch.stack([self._choose_scales(each, swept, None) for each in groups])
-        else:
-            pairs = [self._choose_with_minima(each, swept, None, None) for each in groups]
-            free, minima = map(torch.stack, zip(*pairs, strict=True))
-            self.minimum_units[among] = self.grid.choose_units(minima)
-        self.units[among] = self.grid.choose_units(free)
+        found = zip(*(self._search(each, swept, (None, None)) for each in groups), strict=True)
+        for units, numbers in zip(self.units, found, strict=False):
+            assert units is not None
+            units[groups.start : groups.stop] = self.grid.choose_units(torch.stack(numbers))
 
-    def _units_of(self, group: int) -> tuple[Tensor | None, Tensor | None]:
+    def _units_of(self, group: int) -> _Units:
         """Return the units of a group's scales and minima, None if they need none."""
-        if self.units is None or self.minimum_units is None:
+        units, minimum_units = self.units
+        if units is None or minimum_units is None:
             return None, None
-        return self.units[group], self.minimum_units[group]
+        return units[group], minimum_units[group]
 
     def _choose(self, group: int, swept: Tensor) -> None:
         """Set the scales and, if the grid has them, the minima of a group by a search."""
-        units, minimum_units = self._units_of(group)
-        if self.minima is None:
-            self.scales[group] = self._choose_scales(group, swept, units)
-        else:
-            self.scales[group], self.minima[group] = self._choose_with_minima(
-                group, swept, units, minimum_units
-            )
+        chosen = self._search(group, swept, self._units_of(group))
+        for numbers, of_group in zip(self.numbers()[1:], chosen, strict=True):
+            numbers[group] = of_group
 
-    def _choose_with_minima(
+    def _search(self, group: int, swept: Tensor, units: _Units) -> list[Tensor]:
+        if self.minima is None:
+            return [self._search_scales(group, swept, units[0])]
+        return self._search_with_minima(group, swept, *units)
+
+    def _search_with_minima(
         self, group: int, swept: Tensor, units: Tensor | None, minimum_units: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Search for scales and minima that fit a group's weights best, by diag(H + λI).
+    ) -> list[Tensor]:
+        """Return the scales and minima that fit a group's weights best, by diag(H + λI).
 
         Each try maps a part of the group's range to the codes. Scale and minimum are then the
         weighted least squares of the weights on these codes, and codes are chosen anew.
@@ -276,10 +267,10 @@ class _Descent:
             pairs = [error[0], scales.gather(0, number)[0], minima.gather(0, number)[0]]
             better = error[0] < best[0]
             best = [torch.where(better, a, b) for a, b in zip(pairs, best, strict=True)]
-        return best[1], best[2]
+        return best[1:]
 
-    def _choose_scales(self, group: int, swept: Tensor, units: Tensor | None) -> Tensor:
-        """Search for the scales that fit a group's present weights best, by diag(H + λI)."""
+    def _search_scales(self, group: int, swept: Tensor, units: Tensor | None) -> Tensor:
+        """Return the scales that fit a group's present weights best, by diag(H + λI)."""
         columns = self._columns(group)
         # Feedback reaches removed weights, too, which will be zero and have no part in the search.
         values = swept[columns] * self.kept[columns]
@@ -298,7 +289,7 @@ class _Descent:
             errors.append(weights @ codes.mul_(some[:, None]).sub_(values).square_())
         chosen = tried.gather(0, torch.cat(errors).argmin(0, keepdim=True))[0]
         # Zeros have no scale: with 1, as in `decompose`, all their codes stay zero.
-        is_free = self.units is None and self.grid.holds_zero
+        is_free = self.grid.steps is None and self.grid.holds_zero
         return chosen.masked_fill_(peaks == 0, 1) if is_free else chosen
 
     def _improve_scales(self, group: int, gradient: Tensor, panel: slice) -> None:

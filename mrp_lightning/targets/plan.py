@@ -15,6 +15,7 @@ from mrp_lightning.targets.blocks import (
     listed,
     matches,
     named_modules,
+    refuse_not_finite,
     require_matches,
 )
 from mrp_lightning.targets.layers import (
@@ -30,7 +31,6 @@ from mrp_lightning.targets.layers import (
     why_no_layer,
     why_not_plain,
 )
-from mrp_lightning.targets.values import refuse_not_finite
 from mrp_lightning.upstream.torch_names import without_compiled
 
 

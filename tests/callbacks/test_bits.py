@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, OptionError, Trainer, prune_weight
 from mrp_lightning.pruning import block
-from mrp_lightning.solver.grid import grid_of_bits
-from mrp_lightning.solver.grid_fit import decompose
+from mrp_lightning.solver.grid import decompose, grid_of_bits
 
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
 

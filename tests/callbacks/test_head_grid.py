@@ -26,8 +26,7 @@ from mrp_lightning.pruning import prune_layers
 from mrp_lightning.pruning.prune_layers import Calibrated, quantise_head
 from mrp_lightning.records import grid_file
 from mrp_lightning.records.grid_file import load_parameters
-from mrp_lightning.solver.grid import GRIDS
-from mrp_lightning.solver.grid_fit import decompose
+from mrp_lightning.solver.grid import GRIDS, decompose
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of

@@ -28,8 +28,7 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.grid import grid_of_bits
-from mrp_lightning.solver.grid_fit import decompose
+from mrp_lightning.solver.grid import decompose, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.solver.recipe import Recipe

@@ -16,8 +16,8 @@ from mrp_lightning import CausalLM, prune_weight
 from mrp_lightning.data.sampling import Sampling, write
 from mrp_lightning.pruning import balance as balance_module
 from mrp_lightning.solver.grid import GRIDS
+from mrp_lightning.targets import blocks as blocks_module
 from mrp_lightning.targets import plan as plan_module
-from mrp_lightning.targets import values as values_module
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _weights_in_disguise_are_dense(monkeypatch):
     """Their class is not that of a parameter, as sharded or quantized weights' is not."""
-    for module in (plan_module, values_module, balance_module):
+    for module in (plan_module, blocks_module, balance_module):
         monkeypatch.setattr(module, "why_not_plain", lambda *_, **__: None)
 
 

@@ -20,8 +20,8 @@ from mrp_lightning.calibration.offload import held_on_cpu
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.targets import blocks as blocks_module
 from mrp_lightning.targets import plan as plan_module
-from mrp_lightning.targets import values as values_module
 from mrp_lightning.targets.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ FAMILIES = ["llama", "mamba", "mixtral", "gemma3n_text", "t5", "vit"]
 @pytest.fixture(autouse=True)
 def _weights_in_disguise_are_dense(monkeypatch):
     """Their class is not that of a parameter, as sharded or quantized weights' is not."""
-    for module in (plan_module, values_module):
+    for module in (plan_module, blocks_module):
         monkeypatch.setattr(module, "why_not_plain", lambda *_, **__: None)
 
 

@@ -13,7 +13,7 @@ from callbacks import KeepBest, KeepSparsity, MRPCallback, SaveModel
 from mrp_lightning import CausalLM, Distillation, OptionError, Trainer
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.targets.values import pruned_layers
+from mrp_lightning.targets.blocks import pruned_layers
 
 QUIET = {
     "accelerator": "cpu",

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.solver import grid_fit
+from mrp_lightning.solver import grid
 from mrp_lightning.solver.grid import grid_of_bits
 from mrp_sparse.formats import bitmask, bitmask4
 from mrp_sparse.formats.bitmask import BITMASK
@@ -192,7 +192,7 @@ def test_codes_and_scales_are_those_of_the_grid_on_which_pruning_puts_them(weigh
         row, column = (int(torch.randint(n, (), generator=generator)) for n in weight.shape)
         weight[row, column] = (0.3, math.nan, math.inf, 2.0**14)[seed % 4]
     results = []
-    for decompose in (bitmask4.decompose, partial(grid_fit.decompose, grid_of_bits(4, 64))):
+    for decompose in (bitmask4.decompose, partial(grid.decompose, grid_of_bits(4, 64))):
         try:
             codes, scales = decompose(weight)
             results.append((codes.dtype, scales.dtype, codes.tolist(), scales.tolist()))

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, Trainer, prune_weight
 from mrp_lightning.pruning.block_tuner import _Scales
-from mrp_lightning.solver.grid import GRIDS, grid_of_bits
-from mrp_lightning.solver.grid_fit import decompose, fit_groups
+from mrp_lightning.solver.grid import GRIDS, decompose, fit_groups, grid_of_bits
 from mrp_lightning.targets.layers import Linear
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mrp_lightning import HessianError, MethodError, OptionError, TargetError, prune_columns
-from mrp_lightning.solver.column_set import ColumnSet
+from mrp_lightning.solver.columns import ColumnSet
 
 
 @pytest.fixture

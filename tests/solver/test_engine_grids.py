@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import FormatError, OptionError, PatternError
-from mrp_lightning.solver.grid import GRIDS, GridParameters, grid_of_bits
-from mrp_lightning.solver.grid_fit import decompose, fit_groups
+from mrp_lightning.solver.grid import GRIDS, GridParameters, decompose, fit_groups, grid_of_bits
 
 NAMES = sorted(GRIDS)
 STORED = sorted(name for name, g in GRIDS.items() if g.steps is None and not g.minimum)

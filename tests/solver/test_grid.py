@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.solver.grid import grid_of_bits
-from mrp_lightning.solver.grid_fit import decompose
+from mrp_lightning.solver.grid import decompose, grid_of_bits
 
 
 def significant_bits(value):

@@ -9,8 +9,7 @@ import torch
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
-from mrp_lightning.solver.grid import GRIDS, grid_of_bits
-from mrp_lightning.solver.grid_fit import decompose
+from mrp_lightning.solver.grid import GRIDS, decompose, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.quantisation import _FACTORS, _Descent
 

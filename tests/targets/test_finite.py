@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from mrp_lightning.errors import TargetError
-from mrp_lightning.targets import values as weight_values
-from mrp_lightning.targets.values import refuse_not_finite
+from mrp_lightning.targets import blocks
+from mrp_lightning.targets.blocks import refuse_not_finite
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 4), (23,), (11, 4), (3, 50), (5, 2, 3)], ids=str)
 def test_all_parts_are_counted(shape, monkeypatch):
-    monkeypatch.setattr(weight_values, "_VALUES_AT_ONCE", 8)
+    monkeypatch.setattr(blocks, "_VALUES_AT_ONCE", 8)
     sizes, ask = [], torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda part: sizes.append(part.numel()) or ask(part))
     values = torch.zeros(shape)
