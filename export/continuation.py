@@ -1,7 +1,6 @@
 """Write the continuation of a prompt by one model or two, and measure their speed."""
 
 import logging
-import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -78,7 +77,10 @@ def generate(options: Namespace) -> None:
 
     Raises:
         OptionError: The device does not exist here, or the head cannot be rounded to 8 bits.
-        FileNotFoundError, FormatError, DataError: See `_generate`.
+        FileNotFoundError: The directory holds no model.
+        FormatError: See `export.load`.
+        DataError: The directory has no tokenizer, the prompt is empty, or the text would exceed the
+            model's positions.
     """
     transformers_logging.disable_progress_bar()
     device = device_named(options.device)
@@ -86,17 +88,7 @@ def generate(options: Namespace) -> None:
     speeds = []
     for directory in filter(None, (options.compare, options.directory)):
         print(f"--- {directory}")
-        speeds.append(
-            _generate(
-                directory,
-                options.prompt,
-                options.max_new_tokens,
-                device,
-                compiled=not options.eager,
-                eight_bits=options.activations == 8,
-                eight_bit_head=options.head_bits == 8,
-            )
-        )
+        speeds.append(_generate(directory, options, device))
     if options.compare and speeds[0].rate:
         dense, packed = speeds
         print(
@@ -105,25 +97,8 @@ def generate(options: Namespace) -> None:
         )
 
 
-def _generate(
-    directory: str | os.PathLike[str],
-    prompt: str,
-    max_new_tokens: int,
-    device: torch.device,
-    *,
-    compiled: bool,
-    eight_bits: bool,
-    eight_bit_head: bool,
-) -> Speed:
-    """Print a model's continuation of a text and its speed, and return the speed.
-
-    Raises:
-        OptionError: The model's head cannot be rounded to 8 bits; see `Head.of`.
-        FileNotFoundError: The directory holds no model.
-        FormatError: See `export.load`.
-        DataError: The directory has no tokenizer, the prompt is empty, or the text would exceed the
-            model's positions.
-    """
+def _generate(directory: str, options: Namespace, device: torch.device) -> Speed:
+    """Print a model's continuation of a text and its speed, and return the speed."""
     model: Any = load(Path(directory), dtype="auto").eval()
     expand_bitmasks(model.to(device))
     try:
@@ -132,16 +107,16 @@ def _generate(
         raise DataError(
             f"{directory} holds no tokenizer that can be loaded: {first_line(error)}"
         ) from error
-    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    tokens = tokenizer(options.prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].numel():
         raise DataError("`--prompt` is empty; give the beginning of a text.")
     positions, length = longest_sequence(model.config), tokens["input_ids"].shape[1]
-    if positions is not None and length + max_new_tokens > positions:
+    if positions is not None and length + options.max_new_tokens > positions:
         step = f"at most {positions - length}" if length < positions else "a shorter prompt"
         raise DataError(
-            f"`--prompt` has {length} tokens and `--max-new-tokens` is {max_new_tokens}, but "
-            f"{directory} has {positions} positions, beyond which it writes nothing of sense. Give "
-            f"{step}."
+            f"`--prompt` has {length} tokens and `--max-new-tokens` is {options.max_new_tokens}, "
+            f"but {directory} has {positions} positions, beyond which it writes nothing of sense. "
+            f"Give {step}."
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
     # The changes are measured with few tokens, for which the decoding kernels run: these are the
@@ -149,14 +124,15 @@ def _generate(
     first = tokens["input_ids"][:, :_FEW]
     if isinstance(model.get_output_embeddings(), EightBitLinear):
         print("[a head of 8 bits: it is stored so]")
-    elif eight_bit_head:
+    elif options.head_bits == 8:
         _change(model, first, "a head of 8 bits", round_head)
-    if eight_bits:
+    if options.activations == 8:
         if any(isinstance(module, Bitmask4Linear) for module in model.modules()):
             _change(model, first, "activations of 8 bits", _round_activations)
         else:
             print("[activations of 8 bits: no layer has four bits, and none is rounded]")
-    speed = write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, compiled)
+    streamer = TimedStreamer(tokenizer)
+    speed = write(model, tokens, streamer, options.max_new_tokens, not options.eager)
     print(f"{speed}\n", flush=True)
     return speed
 

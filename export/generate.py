@@ -8,8 +8,12 @@ Python, as on a CPU.
 from collections.abc import Sequence
 from typing import Any
 
-from mrp_lightning.commands.command import CommandParser, exit_on_mistake, number_from
-from mrp_lightning.commands.first_checks import check_directory
+from mrp_lightning.commands.command import (
+    CommandParser,
+    check_directory,
+    exit_on_mistake,
+    number_from,
+)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -81,7 +81,6 @@ def load(
 
 
 def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a packed or dense model with `from_pretrained`."""
     trust = bool(options.get("trust_remote_code"))
     config = options.get("config") or load_config(str(directory), trust_remote_code=trust)
     # The check builds the model without weights by transformers' own classes. With code of the

@@ -5,7 +5,8 @@ A `Target` does this for one format; all of them are in `TARGETS`.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -30,7 +31,7 @@ from export.loading import load
 from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
 from mrp_lightning.devices import device_named
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, first_line
 from mrp_lightning.solver.grid import Grid
 from mrp_lightning.storage.files import output_path
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
@@ -40,61 +41,12 @@ from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import SPARSE24
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackingOptions:
-    """The options of `python -m export.to_sparse`.
-
-    Attributes:
-        checkpoint: A Hugging Face directory, or the directory of a pruned LightningModule.
-        out: The directory to write; by default named after the checkpoint and the format.
-        format: A key of `TARGETS`; by default the checkpoint decides.
-        head_bits: 8 rounds the head to 8 bits, 16 leaves it unchanged.
-        overwrite: Whether an earlier export in `out` may be replaced.
-        skip: Name patterns of layers that stay dense.
-        allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
-        check_only: Whether to write nothing, and to compare an existing export again.
-        device: The device for the comparison; by default CUDA if available.
-    """
-
-    checkpoint: str
-    out: str | None = None
-    format: str | None = None
-    head_bits: int = 16
-    overwrite: bool = False
-    skip: Sequence[str] = ()
-    allow_partial: bool = False
-    check_only: bool = False
-    device: str | None = None
-
-    def output(self, suffix: str) -> Path:
-        """Return the directory to write, checked unless nothing is written.
-
-        Args:
-            suffix: The end of its name, if `out` does not name it.
-
-        Raises:
-            OptionError: It is, holds or lies in the source; `check_output_dir` raises more.
-        """
-        source = output_path(self.checkpoint).resolve()
-        chosen = None if self.out is None else output_path(self.out).resolve()
-        out = chosen or source.with_name(f"{source.name}-{suffix}")
-        # With `--overwrite`, an output around the source would delete it. Paths are resolved, since
-        # links could hide that.
-        if out == source or out in source.parents or source in out.parents:
-            raise OptionError(
-                f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
-            )
-        if not self.check_only:
-            check_output_dir(out, overwrite=self.overwrite, argument="--out")
-        return out
-
-
 @dataclass(frozen=True)
 class Job:
-    """One export: its source and options, and the device of its comparison."""
+    """One export: its source, the options of the command line, and the comparison's device."""
 
     source: Checkpoint
-    options: PackingOptions
+    options: Namespace
     device: torch.device
 
 
@@ -111,7 +63,7 @@ class Target(ABC, Generic[R]):
     suffix: str | None
 
     @abstractmethod
-    def require(self, options: PackingOptions) -> None:
+    def require(self, options: Namespace) -> None:
         """Raise an `OptionError` if options contradict the format, or the machine lacks it."""
 
     @abstractmethod
@@ -140,7 +92,7 @@ class Packed(Target[ExportReport]):
         self.form = form
         self.suffix = self.name or (form.suffix if form else None)
 
-    def require(self, options: PackingOptions) -> None:
+    def require(self, options: Namespace) -> None:
         """Refuse a head of 8 bits where layers are not packed by this package."""
         if options.head_bits == 8 and self.name is not None:
             raise OptionError(
@@ -201,10 +153,9 @@ def _measure(job: Job, report: ExportReport, directory: Path) -> None:
         dense, packed = job.source.load(), load(directory)
         for model in (dense, packed):
             nn.Module.to(model, job.device).eval()  # PreTrainedModel.to has another signature
-    except torch.OutOfMemoryError:
-        report.notes.append("speed not measured: the GPU cannot hold both models")
-        return
-    report.speed = list(tracked(measure(dense, packed), None, "measuring speed"))
+        report.speed = list(tracked(measure(dense, packed), None, "measuring speed"))
+    except Exception as error:  # such as a GPU that cannot hold both; the export is proven already
+        report.notes.append(f"speed not measured: {first_line(error)}")
 
 
 class Dense(Packed):
@@ -222,7 +173,7 @@ class Torchao(Packed):
 
     name = "torchao"
 
-    def require(self, options: PackingOptions) -> None:
+    def require(self, options: Namespace) -> None:
         """Refuse machines on which torchao's tensors do not run."""
         if reason := torchao_tensors.missing(device_named(options.device)):
             raise OptionError(
@@ -256,7 +207,7 @@ class CompressedTensors(Target[IntegerReport]):
 
     suffix = COMPRESSED
 
-    def require(self, options: PackingOptions) -> None:
+    def require(self, options: Namespace) -> None:
         """Refuse options without effect."""
         without_effect = {
             "--head-bits": options.head_bits == 8,
@@ -296,26 +247,30 @@ TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
 
 def engine_grid(checkpoint: str) -> Grid | None:
     """Return the grid of an engine on which a run put its weights or its head alone, or `None`."""
+    return _engine_grid(_claims(checkpoint))
+
+
+def _claims(checkpoint: str) -> Claims:
     run = Path(checkpoint).expanduser()
-    if not (run / "config.json").is_file():
-        return None
-    claims = Claims.read(run)
+    return Claims.read(run) if (run / "config.json").is_file() else Claims()
+
+
+def _engine_grid(claims: Claims) -> Grid | None:
     of_head = claims.grids[0] if claims.grids and not claims.layers else None
     grid = claims.grid or of_head
     return grid if grid is not None and grid.engine is not None else None
 
 
-def _default_target(options: PackingOptions) -> Target:
-    """Return the format of the engine on whose grid a run put its weights, else a packed one.
-
-    Raises:
-        OptionError: The grid is one of llama.cpp, whose files `mrp-lightning gguf` writes.
-    """
-    grid = engine_grid(options.checkpoint)
-    if grid is None:
-        return TARGETS["compressed-tensors"] if _is_of_bytes(options) else Packed(None)
+def _default_target(options: Namespace) -> Target:
+    """Return the format of the engine on whose grid a run put its weights, else a packed one."""
+    claims = _claims(options.checkpoint)
+    if (grid := _engine_grid(claims)) is None:
+        # Weights of 8 bits of which none was removed have nothing to pack.
+        is_of_bytes = claims.grid is not None and claims.grid.bits == 8 and not claims.structure
+        has_zeros = any(claim.sparsity or claim.pattern for claim in (claims.layers or {}).values())
+        return TARGETS[COMPRESSED] if is_of_bytes and not has_zeros else Packed(None)
     if grid.engine == "vLLM":
-        return TARGETS["compressed-tensors"]
+        return TARGETS[COMPRESSED]
     raise OptionError(
         f"{options.checkpoint} is on llama.cpp's grid {grid}, whose file `mrp-lightning gguf` "
         "writes, and so does `export` with no option but `--out` and `--overwrite`. A `--format` "
@@ -323,17 +278,26 @@ def _default_target(options: PackingOptions) -> Target:
     )
 
 
-def _is_of_bytes(options: PackingOptions) -> bool:
-    """Return whether a run put its weights on 8 bits and removed none, so that none is packed."""
-    run = Path(options.checkpoint).expanduser()
-    claims = Claims.read(run) if (run / "config.json").is_file() else Claims()
-    if claims.grid is None or claims.grid.bits != 8 or claims.structure:
-        return False
-    return not any(claim.sparsity or claim.pattern for claim in (claims.layers or {}).values())
+def _output(options: Namespace, suffix: str) -> Path:
+    """Return the directory to write, whose default name ends in a suffix; check it, if written."""
+    source = output_path(options.checkpoint).resolve()
+    chosen = None if options.out is None else output_path(options.out).resolve()
+    out = chosen or source.with_name(f"{source.name}-{suffix}")
+    # With `--overwrite`, an output around the source would delete it. Paths are resolved, since
+    # links could hide that.
+    if out == source or out in source.parents or source in out.parents:
+        raise OptionError(
+            f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
+        )
+    if not options.check_only:
+        check_output_dir(out, overwrite=options.overwrite, argument="--out")
+    return out
 
 
-def convert(options: PackingOptions) -> Report:
+def convert(options: Namespace) -> Report:
     """Export a checkpoint, compare the result with its source, and print and return the report.
+
+    The options are those of `export/to_sparse.py`.
 
     Raises:
         PatternError: The checkpoint lacks the pattern or the grid; see `choose_layers` and
@@ -350,13 +314,13 @@ def convert(options: PackingOptions) -> Report:
     # The output is checked early if its name is known without reading the checkpoint. Otherwise it
     # depends on the format that the layers decide, and is checked after.
     if target.suffix is not None or options.out is not None:
-        options.output(target.suffix or "")
+        _output(options, target.suffix or "")
     if device.index is not None:
         torch.cuda.set_device(device)  # the device on which `load` puts torchao's tensors
     job = Job(open_checkpoint(options.checkpoint), options, device)
     report = target.choose(job)
     target = TARGETS[report.format]
-    out = options.output(target.suffix or "")
+    out = _output(options, target.suffix or "")
     outcome = "Written to"
     if not options.check_only:
         # The comparison precedes the move into place: a wrong export is never at `out`.

@@ -72,7 +72,7 @@ class ExportReport(Report):
 
     Attributes:
         layers: Every linear layer of the model, and other layers that its report lists as pruned.
-        head: The head if it has 8 bits, else `None`.
+        head: The head if it has 8 bits.
         parity: The comparison with the source; `None` if there is no export.
         speed: The times beside the source, of 2:4 exports on a CUDA device.
     """
@@ -88,11 +88,6 @@ class ExportReport(Report):
         return [layer for layer in self.layers if layer.reason is None]
 
     @property
-    def dense(self) -> list[LayerChoice]:
-        """Layers that stay dense."""
-        return [layer for layer in self.layers if layer.reason is not None]
-
-    @property
     def totals(self) -> dict[str, Any]:
         """Numbers of layers, and bytes of the packed layers' weights and of whole files."""
         layers = self.packed
@@ -100,7 +95,7 @@ class ExportReport(Report):
         packed_bytes = sum(layer.packed_bytes for layer in layers)
         return {
             "packed_layers": len(layers),
-            "dense_layers": len(self.dense),
+            "dense_layers": len(self.layers) - len(layers),
             "packed_layers_dense_bytes": dense_bytes,
             "packed_layers_packed_bytes": packed_bytes,
             "packed_fraction": packed_bytes / dense_bytes,
@@ -148,9 +143,8 @@ class ExportReport(Report):
         """Print the sizes, the parity, and the layers that stay dense."""
         console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(_sizes(self))
-        if self.dense:
-            # Layers with equal reasons whose names differ only in numbers share a row.
-            reasons = {layer.name: layer.reason or "" for layer in self.dense}
+        # Layers with equal reasons whose names differ only in numbers share a row.
+        if reasons := {layer.name: layer.reason for layer in self.layers if layer.reason}:
             console.print(_table("Dense layers", ("layer", "why"), alike(reasons)))
         if self.parity is not None:
             results = _parity_rows(self.parity)
@@ -272,10 +266,7 @@ _TITLES = {
 
 
 def _write_card(report: ExportReport, directory: Path) -> None:
-    """Write the model card of an export whose zeros are not stored.
-
-    It extends the card of the pruned checkpoint, if there is one, with its measured perplexities.
-    """
+    """Write the model card of an export whose zeros are not stored."""
     source, totals = report.source, report.totals
     lines = [
         f"{totals['packed_layers']} layers take {totals['packed_fraction']:.4f} of their bytes. "

@@ -39,15 +39,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Speed:
-    """The times of one phase, dense and packed.
+    """The times of one phase with dense and with packed weights, or the reason of its `failure`.
 
     Attributes:
         phase: `decode` (a token after the prompt) or `prefill` (a forward of the prompt).
         sequences: Number of sequences at a time.
         prompt: Number of tokens of each prompt.
-        dense: The time with dense weights; `None` if the phase failed.
-        packed: The time with packed weights; `None` if the phase failed.
-        failure: The reason if the phase failed, else `None`.
     """
 
     phase: str

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning import errors
-from mrp_lightning.commands.command import CommandParser, exit_on_mistake
-from mrp_lightning.commands.first_checks import check_directory
+from mrp_lightning.commands.command import CommandParser, check_directory, exit_on_mistake
 from mrp_lightning.environment import require_extra
 from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.storage.outputs import save_file

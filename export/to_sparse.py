@@ -3,12 +3,15 @@
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from export import to_gguf
-from mrp_lightning.commands.command import CommandParser, exit_on_mistake
-from mrp_lightning.commands.first_checks import check_directory, check_output
+from mrp_lightning.commands.command import (
+    CommandParser,
+    check_directory,
+    check_output,
+    exit_on_mistake,
+)
 from mrp_lightning.environment import require_extra
 
 FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors")
@@ -23,32 +26,29 @@ def main(args: Sequence[str] | None = None) -> None:
     SIGTERM. Only status 0 leaves a new export.
     """
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
-        options = _parser().parse_args(args)
+        parser = _parser()
+        options = parser.parse_args(args)
         check_directory(options.checkpoint, "CKPT")
         check_output(options.out, overwrite=options.overwrite or options.check_only)
         if options.format == "torchao":
             require_extra("torchao", "`--format torchao`")
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.checkpoint import silence_transformers
-        from export.packing import PackingOptions, convert, engine_grid
+        from export.packing import convert, engine_grid
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         silence_transformers()
         # SIGTERM raises an exception, so that incomplete files are removed.
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
-            values = {field.name: getattr(options, field.name) for field in fields(PackingOptions)}
-            chosen = PackingOptions(**values)
-            plain = PackingOptions(
-                checkpoint=chosen.checkpoint, out=chosen.out, overwrite=chosen.overwrite
-            )
-            grid = engine_grid(chosen.checkpoint) if chosen == plain else None
+            out = [] if options.out is None else ["--out", options.out]
+            plain = [options.checkpoint, *out, *["--overwrite"] * options.overwrite]
+            grid = engine_grid(options.checkpoint) if options == parser.parse_args(plain) else None
             if grid is not None and grid.engine == "llama.cpp":
                 sys.stdout.write(f"The weights are on llama.cpp's grid {grid}: a GGUF file.\n")
-                out = [] if chosen.out is None else ["--out", chosen.out]
-                to_gguf.main([chosen.checkpoint, *out, *["--overwrite"] * chosen.overwrite])
+                to_gguf.main(plain)
             else:
-                convert(chosen)
+                convert(options)
 
 
 def _parser() -> Any:

@@ -61,18 +61,11 @@ _REPLACED = {"config.json", "export_report.json"}
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file of weights.
-
-    Attributes:
-        path: The file.
-        name: The name of the file that will replace it.
-        names: The names of its tensors.
-        metadata: The metadata in its header.
-    """
+    """A safetensors file of weights, with the metadata of its header."""
 
     path: Path
-    name: str
-    names: Sequence[str]
+    name: str  # of the file that will replace it
+    names: Sequence[str]  # of its tensors
     metadata: Mapping[str, str]
 
     def read(self) -> dict[str, Tensor]:
@@ -149,9 +142,6 @@ class Checkpoint:
             FormatError: The files hold tensors that no parameter of the model takes, or tensors of
                 a wider dtype from which it computes parameters.
         """
-        # The model's own state comes first: parameters that no single tensor of the files gives
-        # stay as loading computed them, and all others are replaced by the file's values, which
-        # keep the precision that loading to `dtype` rounds away.
         state, lost, rounded = dict(model.state_dict()), [], []
         # A tied parameter is in the files once, under one of its names. All its names have to take
         # the file's tensor, or the copies would differ by the rounding to `dtype`.

@@ -47,8 +47,8 @@ class Compressed:
     Attributes:
         layers: The matrices of the files that are packed.
         integers: The codes, and the modules that stay dense.
-        left: The reasons why pruned layers stay dense, by name, but for those of `--skip`.
-        left_weights: The number of weights in these.
+        left: The reasons why pruned layers stay dense, by name, but for those of `--skip`;
+            `left_weights` is the number of their weights.
         known: The grid parameters that the pruning kept, by the names of packed matrices.
     """
 
@@ -176,8 +176,7 @@ class _Search:
         }
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
-        # `why_dense` needs a search, and the group size needs its answers: layers that stay dense
-        # must not restrict the divisors. So the size is set second.
+        # Layers that stay dense must not restrict the divisors of the group size.
         search = cls(layers, wanted, -1, known, linear, tables)
         widths = [layers[n].weight.shape[1] for n in wanted if search.why_dense(n) is None]
         if widths:

@@ -49,15 +49,10 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 @dataclass(frozen=True)
 class OperatorError:
-    """Errors of a layer's output relative to a product in higher precision.
+    """Errors of a layer's `packed` and `dense` product relative to one in higher precision.
 
-    Errors are relative Frobenius norms, of the whole output or of its worst output feature.
-
-    Attributes:
-        name: Name of the layer.
-        packed: Error of the operator.
-        dense: Error of the dense product in the model's dtype, for comparison.
-        bit_equal: Whether both products have the same bits.
+    Errors are relative Frobenius norms, of the whole output or of its worst output feature. If both
+    products have the same bits, `bit_equal` is true.
     """
 
     name: str
@@ -80,8 +75,7 @@ class TextParity:
         tokens: Number of tokens that were predicted.
         top1_agreement: Fraction of these with equal likeliest tokens. Kernels that sum in another
             order change it by ties: 0.98 was measured for a bfloat16 model of 30 blocks.
-        perplexity_before: Perplexity of the pruned model.
-        perplexity_after: Perplexity of the exported model.
+        perplexity_before: Perplexity of the pruned model; `perplexity_after` of the exported one.
         divergence: Mean Kullback-Leibler divergence, in nats.
         max_difference: Largest absolute difference of a logit.
         bit_equal: Whether all logits have the same bits.
@@ -108,10 +102,9 @@ class Parity:
 
     Attributes:
         tensors: Number of tensors that were compared bit by bit.
-        operators: Errors of the packed layers, one for each.
+        operators: Errors of the packed layers.
         text: Comparison of the logits; `None` if the model predicts no next token, or an earlier
-            comparison failed. For a head of 8 bits, the source with its head rounded to 8 bits is
-            compared.
+            comparison failed. A head of 8 bits is compared with the source's, rounded.
         head: The effect of rounding the head on the source's logits; `None` without such a head.
         failures: The failed comparisons; empty if the export passes.
     """
@@ -334,20 +327,12 @@ def compare_text(
     origin: str,
     device: torch.device | str = "cpu",
 ) -> TextParity:
-    """Compare logits on windows, with one model on the device at a time.
+    """Compare logits on windows of token ids (windows, length) that come from `origin`.
 
     Both models are set to evaluation mode; `source` ends on the CPU, `export` on `device`. All
-    logits of the source are held on the CPU.
-
-    Args:
-        source: The pruned model.
-        export: The exported model.
-        windows: Token ids (windows, length).
-        origin: The description of the text, for `TextParity.text`.
-        device: The device for both models.
+    logits of the source are held on the CPU, so that only one of two large models needs to fit the
+    device.
     """
-    # The source's logits wait on the CPU while the export has the device, so that only one of two
-    # large models needs to fit it.
     reference = list(_logits(source, windows, device, "logits of the source"))
     nn.Module.to(source, "cpu")
     rows, max_difference, bit_equal = [], 0.0, True

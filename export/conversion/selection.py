@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from export.conversion.checkpoint import (
-    Checkpoint,
-    require_finite,
-    tracked,
-    weight_file,
-)
+from export.conversion.checkpoint import Checkpoint, require_finite, tracked, weight_file
 from export.conversion.claims import Claim, Claims
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
@@ -71,21 +66,18 @@ class LayerChoice:
     Attributes:
         name: Name of its module in the model.
         tensor: Name of the weight in the files; empty if no tensor there is this weight.
-        shape: Shape of the weight, (rows, columns).
-        dtype: Dtype of the weight in the files; without a weight there, that of the model's
-            parameter, or float32 for a user's own module.
+        shape: (rows, columns).
+        dtype: Dtype of the weight in the files, else of the model's parameter.
         transposed: Whether the file holds (columns, rows), as for `Conv1D`.
-        form: The packed format of the layer.
-        kept: Number of non-zero weights; 0, like the next counts, if they were not counted, since
-            the layer stays dense anyway.
-        code_bytes: Bytes of the non-zero weights as codes of four bits; 0 if these are not wanted.
-        off_grid: The reason why there are no such codes; `None` if there are, or it was not
-            checked.
+        form: The packed format.
+        kept: Number of non-zero weights; 0, like the next counts, if the layer stays dense anyway.
+        code_bytes: Bytes of the non-zero weights as codes of four bits, if these are wanted.
+        off_grid: The reason why there are no such codes.
         broken_groups: Number of groups of four columns with more than two non-zeros.
         negative_zeros: Number of weights that are −0.0.
-        breach: How the layer violates the claim of the report; `None` if it does not.
-        misfit: Whether the layer stays dense because it violates the report's claim or does not fit
-            the format: its zeros break the pattern or are too few, or its weights are off the grid.
+        breach: How the layer violates the claim of the report.
+        misfit: Whether the layer stays dense because of a breach, or because its zeros or weights
+            do not fit the format.
         reason: The reason why the layer stays dense; `None` for a packed layer.
     """
 
@@ -168,9 +160,7 @@ def _refuse_misfits(
     allow_partial: bool,
 ) -> None:
     """Raise a `PatternError` if layers that should be pruned are not, or none is left to pack."""
-    # 1. Breaches: the report contradicts the files, so no advice on formats would be right.
-    # 2. Misfits among the expected layers: the files are as claimed, and the format does not fit.
-    # 3. No layer at all, which also holds with `allow_partial`.
+    # Breaches come first: if the report contradicts the files, no advice on formats is right.
     breaches = [choice for choice in choices if choice.breach is not None]
     if breaches and not allow_partial:
         raise PatternError(
@@ -284,19 +274,12 @@ def _fits_four_bits(grid: Grid | None) -> bool:
 
 @dataclass(frozen=True)
 class _Search:
-    """The search for the linear layers of a checkpoint.
-
-    Attributes:
-        checkpoint: The pruned checkpoint.
-        claims: The claims of its report by layer; `None` without a report.
-        skip: Name patterns of layers that stay dense.
-        finds_codes: Whether to look for codes of four bits.
-    """
+    """The search for the linear layers of a checkpoint."""
 
     checkpoint: Checkpoint
-    claims: Mapping[str, Claim] | None
+    claims: Mapping[str, Claim] | None  # of its report by layer; `None` without a report
     skip: Sequence[str]
-    finds_codes: bool
+    finds_codes: bool  # of four bits, which takes time
 
     def in_model(self) -> tuple[list[LayerChoice], set[str]]:
         """Return the layers of a transformers model, and the names of those to be pruned."""
@@ -402,8 +385,6 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
     """Return whether a `Conv1D` stores (columns, rows); for square weights the zeros decide."""
     if shape[0] != shape[1]:
         return tensor.shape != shape
-    # A square weight of both forms counts as not transposed: torch's own layers store (rows,
-    # columns).
     return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
@@ -424,9 +405,6 @@ def _without_matrix(
     for layer in sorted(_all_layers(model), key=lambda layer: layer.name):
         if layer.name not in names:
             continue
-        # 1. Kinds of layers that the format never packs.
-        # 2. Kinds that it packs, but whose weight the files do not hold as one matrix.
-        # 3. The rest, for which the files hold no tensor of its own.
         if isinstance(layer, Expert):
             reason = "it is an expert of a stack; the format packs linear layers"
         elif not is_packable(layer.module):

@@ -30,13 +30,11 @@ class HeadChoice:
 
     Attributes:
         name: Name of its module in the model.
-        table: Name of the embeddings that are tied to the head, and read from its 8 bits; or
-            `None`.
+        table: Name of the embeddings that are tied to the head, and read from its 8 bits, if any.
         tensors: Names of the source's tensors that it replaces: its weight, which is converted, and
             then any copy under the name of the table.
         target: Name of the weight in the written files.
-        shape: Shape of the weight.
-        dtype: Dtype of the weight in the source.
+        shape: Shape of the weight; `dtype` is that in the source.
     """
 
     name: str

@@ -257,11 +257,7 @@ def metadata(
 def _locations(
     family: Family, config: PreTrainedConfig, state: Mapping[str, Tensor]
 ) -> dict[str, Location]:
-    """Return where the file of a family holds each parameter.
-
-    Raises:
-        OptionError: llama.cpp's architecture lacks parameters, and the message lists all.
-    """
+    """Return where the file of a family holds each parameter."""
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
     # The names come from llama.cpp's own package, so a parameter without one is a parameter that
     # llama.cpp would not read: the model would run without it, and compute another function.

@@ -127,11 +127,7 @@ def _type_of_vocabulary(tensor: Tensor, kind: str, known: GridParameters | None)
 
 
 def _write(writer: GGUFWriter, out: Path) -> int:
-    """Write the file, and return the bytes of its tensors.
-
-    Raises:
-        OSError: The file is not whole, as on a full disk, which may truncate it without an error.
-    """
+    """Write the file, and return the bytes of its tensors."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,8 +6,8 @@ unchanged or rearranged in one of a few ways. Metadata that `families` makes of 
 be those of the file.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,6 @@ _FREE = frozenset(
 """Metadata that change no logits, or that tensors' shapes give."""
 _ROPE = "rope."
 _TABLES = "rope_"
-_ACTIVATION = "act"
-"""A part of the names of fields for activations, of which no metadata hold any."""
 
 
 def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
@@ -94,9 +92,12 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
     if family is None:
         added, notes = {}, _uncompared(config, source, like)
     else:
-        own = _Metadata.of_family(family, config, model)
-        own.require_same(reader, tables, like, sizes)
-        added, notes = own.missing_in(reader), [*family.fields.warnings(config), *own.notes]
+        own, own_tables, notes = _own_metadata(family, config, model)
+        # Sizes are free: a narrower checkpoint has others, and `_copy_fields` writes them.
+        free = (*_FREE, *sizes)
+        _require_same(reader, own, free, None if notes else (tables, own_tables), like)
+        added = {key: value for key, value in own.items() if key not in reader.fields}
+        notes = [*family.fields.warnings(config), *notes]
     _require_tokens(reader, model, like)
     return Layout(
         str(reader.fields["general.architecture"].contents()),
@@ -116,11 +117,7 @@ def _all_locations(
     model: PreTrainedModel,
     state: Mapping[str, Tensor],
 ) -> dict[str, Location]:
-    """Return where each parameter of a checkpoint is in a file like another.
-
-    Raises:
-        OptionError: The other file has other parameters, or its architecture no head of its own.
-    """
+    """Return where each parameter of a checkpoint is in a file like another."""
     config, source = model.config.get_text_config(), gguf_config(like).get_text_config()
     with reading(like, "--like"):
         # transformers reads the file in float32, as `dequantize` does: the values then agree up to
@@ -239,70 +236,61 @@ def _sizes(
     return sizes
 
 
-@dataclass(frozen=True)
-class _Metadata:
-    """The metadata and tables that `families` makes of a checkpoint.
+def _own_metadata(
+    family: Family, config: PreTrainedConfig, model: Any
+) -> tuple[dict[str, gguf.GGUFValue], Tables, list[str]]:
+    """Return what `families` makes of a checkpoint: metadata and tables, without unknown positions.
 
-    Attributes:
-        fields: Values with their types, by key.
-        tables: Tensors that are no weights.
-        notes: The parts that only the other file knows.
+    Positions of a kind that is not known here have a note.
     """
+    write, tables = metadata(family, config, model)
+    writer = GGUFWriter(None, family.architecture)
+    write(writer)
+    own = {key: value for part in writer.kv_data for key, value in part.items() if key != _OWN[0]}
+    unknown = family.fields.judged["rope_parameters"](config)
+    if unknown is None:
+        return own, tables, []
+    own = {key: value for key, value in own.items() if f".{_ROPE}" not in key}
+    return own, {}, [f"{unknown}: positions are those of `--like`, not compared."]
 
-    fields: Mapping[str, gguf.GGUFValue]
-    tables: Tables
-    notes: Sequence[str]
 
-    @classmethod
-    def of_family(cls, family: Family, config: PreTrainedConfig, model: Any) -> "_Metadata":
-        """Make the metadata of a checkpoint."""
-        write, tables = metadata(family, config, model)
-        writer = GGUFWriter(None, family.architecture)
-        write(writer)
-        fields = {key: value for part in writer.kv_data for key, value in part.items()}
-        unknown = family.fields.judged["rope_parameters"](config)
-        if unknown is None:
-            return cls(fields, tables, [])
-        fields = {key: value for key, value in fields.items() if f".{_ROPE}" not in key}
-        return cls(fields, {}, [f"{unknown}: positions are those of `--like`, not compared."])
+def _require_same(
+    reader: GGUFReader,
+    own: Mapping[str, gguf.GGUFValue],
+    free: Iterable[str],
+    tables: tuple[Tables, Tables] | None,
+    like: Path,
+) -> None:
+    """Raise an OptionError if a file's metadata or tables are not the checkpoint's own.
 
-    def require_same(
-        self, reader: GGUFReader, tables: Tables, like: Path, sizes: Mapping[str, int]
-    ) -> None:
-        """Raise an OptionError if a file's metadata or tables differ; `sizes` are not compared."""
-        architecture = reader.fields["general.architecture"].contents()
-        stored = {
-            key: entry.contents()
-            for key, entry in reader.fields.items()
-            if key.startswith(f"{architecture}.")
-        }
-        own = {key: value.value for key, value in self.fields.items() if key != _OWN[0]}
-        # Sizes are free: a narrower checkpoint has others, and `_copy_fields` writes them.
-        free = {f"{architecture}.{name}" for name in (*_FREE, *sizes)}
-        if self.notes:
-            free |= {key for key in stored if f".{_ROPE}" in key}
-        different = [
-            f"{key}: {stored[key]!r}, the checkpoint's {own.get(key)!r}"
-            for key in stored.keys() - free
-            if not _equal(stored[key], own.get(key))
-        ]
-        if not self.notes:
-            different += [
-                f"{name}: in one of them only, or with other values"
-                for name in tables.keys() | self.tables.keys()
-                if not _equal_tables(tables.get(name), self.tables.get(name))
-            ]
-        if different:
-            listed = "\n".join(f"  {each}" for each in sorted(different))
-            raise OptionError(
-                f"`--like`: {like} says otherwise than config.json, so llama.cpp would compute "
-                "another function. Give a file of the same model, or none if the tokenizer is "
-                f"known:\n{listed}"
-            )
-
-    def missing_in(self, reader: GGUFReader) -> dict[str, gguf.GGUFValue]:
-        """Return the metadata that a file leaves to llama.cpp's defaults."""
-        return {key: value for key, value in self.fields.items() if key not in reader.fields}
+    Metadata in `free`, without the architecture's prefix, are not compared; without `tables`, the
+    positions are not either.
+    """
+    prefix = f"{reader.fields['general.architecture'].contents()}."
+    stored = {
+        key.removeprefix(prefix): entry.contents()
+        for key, entry in reader.fields.items()
+        if key.startswith(prefix) and not (tables is None and f".{_ROPE}" in key)
+    }
+    values = {key.removeprefix(prefix): value.value for key, value in own.items()}
+    different = [
+        f"{prefix}{key}: {stored[key]!r}, the checkpoint's {values.get(key)!r}"
+        for key in stored.keys() - {*free}
+        if not _equal(stored[key], values.get(key))
+    ]
+    theirs, ours = tables or ({}, {})
+    different += [
+        f"{name}: in one of them only, or with other values"
+        for name in theirs.keys() | ours.keys()
+        if not _equal_tables(theirs.get(name), ours.get(name))
+    ]
+    if different:
+        listed = "\n".join(f"  {each}" for each in sorted(different))
+        raise OptionError(
+            f"`--like`: {like} says otherwise than config.json, so llama.cpp would compute "
+            "another function. Give a file of the same model, or none if the tokenizer is "
+            f"known:\n{listed}"
+        )
 
 
 def _equal(stored: Any, own: Any) -> bool:
@@ -323,8 +311,7 @@ def _equal_tables(stored: Any, own: Any) -> bool:
 def _uncompared(config: PreTrainedConfig, source: PreTrainedConfig, like: Path) -> list[str]:
     """Return a note for each field that differs from the file's, for an architecture without rules.
 
-    Raises:
-        OptionError: An activation differs, which no metadata state; or see `own_code`.
+    Activations must not differ, which no metadata state.
     """
     known = {config.attribute_map.get(name, name) for name in SIZES | WITHOUT_EFFECT}
     different = {
@@ -334,7 +321,7 @@ def _uncompared(config: PreTrainedConfig, source: PreTrainedConfig, like: Path) 
         and not _equal(getattr(source, field.name, None), getattr(config, field.name))
     }
     if refused := [
-        *(f"`{name}` {value!r}" for name, value in different.items() if _ACTIVATION in name),
+        *(f"`{name}` {value!r}" for name, value in different.items() if "act" in name),
         *own_code(config),
     ]:
         raise OptionError(

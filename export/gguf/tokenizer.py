@@ -189,11 +189,7 @@ def _tokenizer(content: dict[str, Any]) -> Tokenizer:
 def _equal(
     content: dict[str, Any], candidates: Mapping[str, Tokenizer], file: Path
 ) -> tuple[str, list[str]]:
-    """Return the name of the candidate that gives the same tokens, and notes on rare texts.
-
-    Raises:
-        OptionError: There is none.
-    """
+    """Return the name of the candidate that gives the same tokens, and notes on rare texts."""
     own = _tokenizer(content | {"truncation": None, "padding": None})
     different = {name: _different(own, other, _TEXTS) for name, other in candidates.items()}
     name = min(different, key=lambda name: len(different[name]))
@@ -253,11 +249,7 @@ def _pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def _around(tokenizer: Any, file: Path) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and after a text, at most one each.
-
-    Raises:
-        OptionError: They are others than llama.cpp puts there.
-    """
+    """Return the tokens that a tokenizer puts before and after a text, at most one each."""
     text = tokenizer("x", add_special_tokens=False).input_ids
     whole = tokenizer("x").input_ids
     starts = [i for i in range(len(whole)) if whole[i : i + len(text)] == text]

@@ -50,12 +50,7 @@ class GgufType:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded tensor.
-
-    Attributes:
-        content: The packed bytes, or the numbers of a floating-point type.
-        kind: The type.
-    """
+    """An encoded tensor: the packed bytes, or the numbers of a floating-point type."""
 
     content: _Array
     kind: GgufType

@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrp_lightning.commands.command import CommandParser, number_from
-from mrp_lightning.commands.first_checks import check_directory, check_output, check_text
+from mrp_lightning.commands.command import (
+    CommandParser,
+    check_directory,
+    check_output,
+    check_text,
+    number_from,
+)
 from mrp_lightning.errors import OptionError
 
 if TYPE_CHECKING:
@@ -81,11 +86,7 @@ def main(args: list[str]) -> None:
 
 
 def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
-    """Return the files of the option or, without it, of the pruning; `None` for own text alone.
-
-    Raises:
-        OptionError: The pruning's files are gone.
-    """
+    """Return the files of the option or, without it, of the pruning; `None` for own text alone."""
     if options.text is not None:
         return None if options.text == [_OWN] else options.text
     files: list[str] | None = data.get("files")

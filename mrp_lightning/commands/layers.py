@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mrp_lightning.commands.command import CommandParser, add_model_options
-from mrp_lightning.commands.first_checks import check_model
+from mrp_lightning.commands.command import CommandParser, add_model_options, check_model
 
 
 def main(args: Sequence[str] | None = None) -> None:

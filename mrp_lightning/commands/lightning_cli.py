@@ -60,8 +60,7 @@ class PruningCLI(LightningCLI):
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
         words = sys.argv[1:] if args is None else args
-        # The classes of the parser depend on the arguments, so that their keys are read before the
-        # parser exists.
+        # The classes of the parser depend on the arguments, whose keys are therefore read before.
         self._data = keys_given(words, "data")
         own_model = any(key == "class_path" for _, key in keys_given(words, "model"))
         own_data = any(key == "class_path" for _, key in self._data)
@@ -106,12 +105,7 @@ class PruningCLI(LightningCLI):
         return type("OneCommand", (cls,), {"subcommands": staticmethod(lambda: one)})
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
-        """Make the trainer.
-
-        Raises:
-            OptionError: Lightning refuses arguments that do not fit each other or this machine, or
-                the strategy spawns workers.
-        """
+        """Make the trainer; raise an OptionError if Lightning refuses, or workers are spawned."""
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except ArgumentError:  # one of ours, which explains itself
@@ -140,10 +134,8 @@ class PruningCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Check, before a model is loaded, that `predict` would save a result; keep the last text.
 
-        Raises:
-            OptionError: This machine lacks the accelerator; `predict` has no callbacks, or would
-                save nothing and is no `fast_dev_run`; or one file, or the command line, gives
-                several texts.
+        It raises an OptionError if it would not, if this machine lacks the accelerator, or if one
+        file, or the command line, gives several texts.
         """
         require_accelerator(self._value("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
@@ -214,11 +206,7 @@ class PruningCLI(LightningCLI):
             rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 
     def before_predict(self) -> None:
-        """Check that a callback of the trainer prunes, without which `predict` has no result.
-
-        Raises:
-            OptionError: No callback prunes.
-        """
+        """Raise an OptionError if no callback of the trainer prunes."""
         if not callbacks_that_prune(self.trainer):
             raise OptionError(_NO_PRUNING)
 

@@ -73,11 +73,7 @@ def listing_of(options: Namespace) -> dict[str, Any]:
 
 
 def _built(options: Namespace) -> nn.Module:
-    """Return the model of a command line, without weights.
-
-    Raises:
-        TargetError: The files hold more blocks than the configuration makes.
-    """
+    """Return the model of a command line, without weights."""
     # Imported late, since a wrong pattern need not wait for transformers.
     from mrp_lightning.models.checkpoint import build_without_weights, stored_names
     from mrp_lightning.models.gguf import located

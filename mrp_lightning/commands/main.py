@@ -158,9 +158,6 @@ def _explained_hiding(module: str) -> Iterator[None]:
     """Explain an import error of a module whose package a user's folder hides.
 
     `python -m` searches the working directory first, and `export` is an ordinary name.
-
-    Raises:
-        DependencyError: The module, or a package that it is in, is not found.
     """
     try:
         yield

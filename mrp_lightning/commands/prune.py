@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from mrp_lightning.commands.command import (
     CommandParser,
     add_model_options,
+    check_model,
+    check_output,
+    check_text,
     number_from,
 )
-from mrp_lightning.commands.first_checks import check_model, check_output, check_text
 from mrp_lightning.environment import extra, require_extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.arguments import PruningArguments
@@ -181,12 +183,7 @@ def _check_vocabulary(options: Namespace) -> None:
 def _distilled(
     options: Namespace, prune: "PruningCallback | None", files: Sequence[str] | None
 ) -> "DistilledPruning | None":
-    """Return the pruning with a distillation, if the options have one.
-
-    Raises:
-        OptionError: Nothing is removed, the tokens are too few, or an unfinished command began with
-            other options.
-    """
+    """Return the pruning with a distillation, if the options have one."""
     if options.distill is None or prune is None:
         return None
     from mrp_lightning.commands.distillation import DistilledPruning, Unfinished
@@ -212,11 +209,7 @@ def _distilled(
 
 
 def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> list["Conversion"]:
-    """Return the commands that convert the result.
-
-    Raises:
-        OptionError: `--gguf` names no such file, or `--pack` is given for a grid of llama.cpp.
-    """
+    """Return the commands that convert the result."""
     from mrp_lightning.commands.comparison import Conversion
 
     again = ["--overwrite"] * options.overwrite

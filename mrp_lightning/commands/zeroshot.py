@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from zlib import crc32
 
-from mrp_lightning.commands.command import CommandParser, add_model_options, number_from
-from mrp_lightning.commands.first_checks import check_model
+from mrp_lightning.commands.command import (
+    CommandParser,
+    add_model_options,
+    check_model,
+    number_from,
+)
 from mrp_lightning.environment import extra, progress_log, require_extra, why_no_hub
 from mrp_lightning.errors import DataError, MissingFileError, OptionError
 from mrp_lightning.records import evaluation

@@ -24,12 +24,8 @@ class RunGroup:
     """The runs of one configuration, which differ only in the seed of their calibration set.
 
     An incomplete run is a group of its own, since means over fewer layers are not comparable; so is
-    a copy of a run in another format.
-
-    Attributes:
-        runs: The runs, at least one.
-        label: The recipe or method, and the options by which it differs from groups of the same
-            setting.
+    a copy of a run in another format. The label is the recipe or method, with the options by which
+    it differs from groups of the same setting.
     """
 
     runs: Sequence[RunDirectory]
@@ -56,10 +52,8 @@ class ModelRuns:
     """The dense run of a model, and its pruned runs.
 
     Attributes:
-        name: The name of the model.
         dense: The run of the dense model, or a stand-in with the scores that pruned runs recorded
             of it; `None` without either.
-        groups: The pruned runs, in the order of the runs.
         doubts: Ambiguities of the directories, each a sentence.
     """
 
@@ -237,9 +231,12 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
         ]
         values = {key: {one[key] for one in alike if key in one} for one in alike for key in one}
         own = _options(of[0])
-        labels.append(_label(of[0], [f"{k} {own[k]}" for k in own if len(values[k]) > 1]))
-    # A label has to be unique within its setting, as tables and pictures use it as a key; labels
-    # omit options that a run lacks.
+        parts = [trial.label]
+        parts += [f"{trial.changed.option} {trial.changed.value_text}"] if trial.changed else []
+        parts += [f"{key} {own[key]}" for key in own if len(values[key]) > 1]
+        parts += [of[0].exported or "", "" if of[0].complete else "incomplete"]
+        labels.append(", ".join(filter(None, parts)))
+    # A label has to be unique within its setting, as tables and pictures use it as a key.
     names = Counter((of[0].trial.setting, label) for of, label in zip(members, labels, strict=True))
     return [
         RunGroup(of, f"{label} ({of[0].name})" if names[of[0].trial.setting, label] > 1 else label)
@@ -257,15 +254,6 @@ def _options(run: RunDirectory) -> dict[str, str]:
     """Return the arguments that may distinguish a run from others of the same setting."""
     left_out = {*_NO_LABEL, *(() if has_blocks(str(run.trial.method)) else ("block_size",))}
     return {key: plain(value) for key, value in _config(run).items() if key not in left_out}
-
-
-def _label(run: RunDirectory, options: Sequence[str]) -> str:
-    changed = run.trial.changed
-    parts = [run.trial.label]
-    parts += [f"{changed.option} {changed.value_text}"] if changed else []
-    parts += [*options, *([run.exported] if run.exported else [])]
-    parts += [] if run.complete else ["incomplete"]
-    return ", ".join(parts)
 
 
 def plain(value: Any) -> str:

@@ -59,11 +59,6 @@ def _model_files(options: Any) -> list[Path]:
 
     Args:
         options: The options `model`, `gguf_file` and `revision` of a `CausalLM`.
-
-    Raises:
-        FileNotFoundError: There is no such GGUF file. A missing directory has no files.
-        FormatError: An index of weights is damaged.
-        OptionError: The name is empty, or stands for several GGUF files.
     """
     source = located(options.model, options.gguf_file, options.revision)
     if (file := find_gguf(source)) is not None:

@@ -43,32 +43,23 @@ Methods = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture.
-
-    Attributes:
-        caption: The caption above it.
-        alt: Its content in words and numbers.
-        svg: The picture as SVG, with a transparent background.
-    """
+    """A picture as SVG, with a transparent background."""
 
     caption: str
-    alt: str
+    alt: str  # its content in words and numbers
     svg: bytes
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a page: a text, pictures, tables, and parts that are folded away inside it.
-
-    The content of a folded part is shown on request.
-    """
+    """A part of a page: a text, pictures, tables, and parts that are folded away inside it."""
 
     title: str
     text: str = ""
     tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
     folds: Sequence["Part"] = ()
-    folded: bool = False
+    folded: bool = False  # until its content is asked for
 
 
 class Scale(NamedTuple):

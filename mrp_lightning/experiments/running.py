@@ -94,10 +94,7 @@ def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
 
 
 def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
-    """Execute the runs that do not exist yet.
-
-    Returns:
-        The failed trials, with the reasons.
+    """Execute the runs that do not exist yet; return the failed trials, with the reasons.
 
     Raises:
         OptionError: A finished run is of another configuration, or lacks a task.
@@ -105,10 +102,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         FileExistsError: A file is in the way of the directory of a run, or would be lost with it.
         FormatError: A finished run lacks its report or evaluation, or one of these is damaged.
     """
-    # 1. The configuration of the sweep itself, without reading a run.
-    # 2. Finished runs, which must be of this configuration, or their scores are not comparable.
-    # 3. Tasks and texts, which the runs to be made would read, and their directories.
-    # 4. Only then work begins: the checks cost seconds, and a run may take hours.
+    # All checks come first: they cost seconds, and a run may take hours.
     _check_pruning(sweep)
     finished = _finished_runs(sweep, sweep.selected)
     _check_same_configurations(sweep, finished)
@@ -126,13 +120,6 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
             f"{', '.join(without)}. Delete these runs to repeat them.",
             soft_wrap=True,
         )
-    return _make_all(waiting, sweep, tasks, console)
-
-
-def _make_all(
-    waiting: Sequence[Trial], sweep: Sweep, tasks: Tasks | None, console: Console
-) -> dict[Trial, str]:
-    """Execute runs, print their scores, and return the failed ones with the reasons."""
     failed = {}
     for number, trial in enumerate(waiting, start=1):
         position = f"[{number}/{len(waiting)}]"
@@ -224,7 +211,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
 
 
 def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
-    """Execute a run, unless another process has executed it; return its scores in words."""
+    """Execute a run, unless another process has; return its scores in words."""
     directory = sweep.directory(trial)
     if not (directory / TRIAL).exists():
         execute(trial, sweep, tasks)
@@ -234,12 +221,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
 
 
 def _tasks(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> Tasks:
-    """Load the tasks of a sweep.
-
-    Raises:
-        OptionError: A finished run lacks one, or answered other questions under its name.
-        ArgumentError: There is no such task.
-    """
+    """Load the tasks of a sweep."""
     try:
         tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
     except ArgumentError as error:
@@ -267,12 +249,7 @@ def _tasks(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> Tasks:
 
 
 def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDirectory]:
-    """Return the finished runs, in the order of their trials.
-
-    Raises:
-        FormatError: A finished run lacks its report or evaluation, without which its row in a table
-            would be empty, or that of a dense model.
-    """
+    """Return the finished runs, in the order of their trials."""
     finished = [trial for trial in trials if (sweep.directory(trial) / TRIAL).exists()]
     for trial in finished:
         directory = sweep.directory(trial)

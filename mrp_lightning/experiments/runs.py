@@ -27,19 +27,12 @@ CALIBRATION = {"calibration": "source", "sequence_length": "sequence_length", "b
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """The content of `run.json`.
-
-    Attributes:
-        run: The trial of the sweep.
-        machine: A description of the machine of the run.
-        config: The configuration by dotted key, defaults included.
-        inputs: Digests of the files that the run read, by input; see `inputs.digests`.
-    """
+    """The content of `run.json`."""
 
     run: Trial
     machine: str
-    config: dict[str, Any]
-    inputs: dict[str, str]
+    config: dict[str, Any]  # by dotted key, defaults included
+    inputs: dict[str, str]  # digests of the files that the run read; see `inputs.digests`
 
     def save(self, directory: Path) -> None:
         """Write `run.json` into a directory."""
@@ -48,12 +41,7 @@ class FinishedTrial:
 
     @classmethod
     def load(cls, path: Path) -> "FinishedTrial":
-        """Read a `run.json`.
-
-        Raises:
-            FormatError: The file is damaged, or of a newer version of mrp-lightning; or it names no
-                method.
-        """
+        """Read a `run.json`; raise a FormatError if it is damaged, or of a newer version."""
         return read_as(cls, path, "make the run again", _FORMAT_VERSION)
 
 
@@ -68,7 +56,7 @@ class RunDirectory:
         evaluation: The scores of the model; empty if nothing was measured.
         finished: The content of `run.json`, if a sweep made the run.
         exported: The format of the weights in `export_report.json`, if there is one.
-        weight_bytes: Size of the safetensors files in bytes; `None` if there are none.
+        weight_bytes: Size of the safetensors files, if there are any.
     """
 
     directory: Path
@@ -148,8 +136,7 @@ def _directories_of_runs(root: Path) -> list[Path]:
     """Return the directories at and beneath a root that hold a run, without hidden ones."""
     directories_of_runs = []
     for path, directories, files in os.walk(root):
-        # `os.walk` goes down the list that it yielded, so this very list has to change. Hidden
-        # directories are journals and staging areas of runs that are not complete.
+        # `os.walk` goes down this very list. Hidden directories are those of incomplete runs.
         directories[:] = [name for name in directories if not name.startswith(".")]
         if report.NAME in files or records.NAME in files:
             directories_of_runs.append(Path(path))
@@ -157,11 +144,7 @@ def _directories_of_runs(root: Path) -> list[Path]:
 
 
 def read_run(directory: Path, name: str) -> RunDirectory:
-    """Read one run.
-
-    Raises:
-        FormatError: A file is damaged, or of a newer version of mrp-lightning.
-    """
+    """Read one run; raise a FormatError if a file is damaged, or of a newer version."""
     pruned, scores, trial = (directory / name for name in (report.NAME, records.NAME, TRIAL))
     exported = None
     if (directory / _EXPORT).is_file():

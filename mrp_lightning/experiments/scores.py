@@ -236,8 +236,7 @@ class Table:
     Attributes:
         caption: The caption.
         cells: Texts by (group, name) and header; both have at least one entry.
-        head: The header of the names.
-        group: The header of the column of groups; empty without such a column.
+        head: The header of the names; `group` is that of the groups.
         details: A second line of headers.
         best: The cells that are the best of their group, by group, name and header.
         methods: The canonical methods of rows, which decide their colours, by name.
@@ -320,11 +319,7 @@ def _score_table(
 
 
 def check_tables(directory: Path) -> None:
-    """Raise if tables would be replaced that no sweep wrote, or that were changed.
-
-    Raises:
-        FileExistsError: There is such a table.
-    """
+    """Raise a FileExistsError if there are tables that no sweep wrote, or that were changed."""
     for kind in ("csv", "md"):
         check_output_file(directory / f"results.{kind}", "out")
 

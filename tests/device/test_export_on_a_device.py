@@ -17,8 +17,8 @@ from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
 from export.loading import load
-from export.packing import PackingOptions, convert
 from export.speed import Decoder, prefill
+from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.huggingface import expand_bitmasks
@@ -115,8 +115,8 @@ def test_bitmasks_are_dense_on_another_device(second, head_bits, tmp_path, caplo
     model.save_pretrained(source)
     AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(source)
     out = tmp_path / "packed"
-    where = {"checkpoint": str(source), "out": str(out), "device": "cpu"}
-    convert(PackingOptions(**where, format="bitmask", head_bits=head_bits))
+    form = ["--format=bitmask", f"--head-bits={head_bits}", "--device=cpu"]
+    to_sparse([str(source), f"--out={out}", *form])
     caplog.clear()
     here = load(out)
     kinds = BitmaskLinear, EightBitLinear
@@ -144,7 +144,7 @@ def test_generate_writes_the_same_text_on_the_device(second, tmp_path, monkeypat
     model.set_attn_implementation("eager")  # the stand-in has no other
     model.save_pretrained(tmp_path / "pruned")
     AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(tmp_path / "pruned")
-    convert(PackingOptions(checkpoint=tmp_path / "pruned", out=tmp_path / "packed", device="cpu"))
+    to_sparse([f"{tmp_path}/pruned", f"--out={tmp_path}/packed", "--device=cpu"])
     if second.type != "cuda":  # its tensors have no storage
         numbers = lambda model: sum(tensor.nbytes for tensor in model.parameters())  # noqa: E731
         monkeypatch.setattr(continuation, "storage_bytes", numbers)

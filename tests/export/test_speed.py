@@ -262,9 +262,25 @@ def test_a_phase_that_fails_does_not_keep_others_from_being_measured(
     assert other == Speed("prefill", 1, 46, failure="OutOfMemoryError: CUDA out of memory")
 
 
+@pytest.fixture
+def as_cuda(monkeypatch):
+    """The CPU counts as a CUDA device."""
+
+    class Device:
+        type, index = "cuda", None
+
+    monkeypatch.setattr(packing, "device_named", lambda _: Device())
+    monkeypatch.setattr(packing.nn.Module, "to", lambda module, *_: module)
+    check = packing.check_parity
+    monkeypatch.setattr(
+        packing, "check_parity", lambda *a, **options: check(*a, **options | {"device": CPU})
+    )
+
+
+@pytest.mark.usefixtures("as_cuda")
 @pytest.mark.parametrize("form", ["packed", "bitmask"])
 def test_an_export_on_a_gpu_measures_packed_layers(form, llama, monkeypatch, tmp_path, capsys):
-    """As if the CPU were a CUDA device: all but the clock."""
+    """All but the clock."""
     timing = Timing(3000.0, 3000.0, 3000.0)
 
     def found(dense, packed):
@@ -272,21 +288,23 @@ def test_an_export_on_a_gpu_measures_packed_layers(form, llama, monkeypatch, tmp
         assert any(isinstance(m, Sparse24Linear) for m in packed.modules())
         yield Speed("decode", 1, 128, timing, replace(timing, median=2000.0))
 
-    class Device:
-        type, index = "cuda", None
-
-    monkeypatch.setattr(packing, "device_named", lambda _: Device())
     monkeypatch.setattr(packing, "measure", found)
-    monkeypatch.setattr(packing.nn.Module, "to", lambda module, *_: module)
-    check = packing.check_parity
-    monkeypatch.setattr(
-        packing, "check_parity", lambda *a, **options: check(*a, **options | {"device": CPU})
-    )
     main([str(llama), "--format", form, "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "export_report.json").read_text())
     assert ("1.50" in shown and "Speed" in shown) == (form == "packed")
     assert len(report["speed"]) == (form == "packed")
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_an_export_whose_speed_cannot_be_measured_is_kept(llama, monkeypatch, tmp_path, capsys):
+    def fails(_):
+        raise RuntimeError("CUDA driver error")
+
+    monkeypatch.setattr(packing, "load", fails)
+    main([str(llama), "--out", str(tmp_path / "out")])
+    assert "speed not measured: RuntimeError: CUDA driver error" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
