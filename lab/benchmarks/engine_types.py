@@ -2,6 +2,7 @@ r"""The 4 and 5 bits that llama.cpp runs: its own quantiser's and ours, in the s
 
     python lab/benchmarks/engine_types.py MODEL PLACE --llama LLAMA.CPP/build/bin \
         --calibration valid.txt --evaluation test.txt --out lab/results/engine-types.md [--rescale]
+    python lab/benchmarks/engine_types.py MODEL PLACE --packed --calibration … --evaluation …
 
 METHOD. Ours is a pruning with `grid`, written by `export.to_gguf`; theirs is `llama-quantize` with
 an importance matrix of the same calibration windows, and without one. Windows of 512 tokens, spread
@@ -10,6 +11,10 @@ same windows, so that llama.cpp's rounding of activations is left out. Bits are 
 matrices, bytes those of the whole file. With `--rescale`, channels of the model are scaled first by
 random numbers without changing what it computes, since the weights of a model that was read from a
 file of four bits lie on that file's grid. What PLACE holds already is not made again.
+
+With `--packed`, the files of `mrp-lightning export` are measured in place of these, on the same
+windows: sparse ones, W4A16, and Q8_0. Their values are those of the run, in float32 again.
+PyTorch's int4 is computed, not written: its file is W4A16's with groups of its size.
 """
 
 import argparse
@@ -23,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from few_bits import bits_of_gguf
+from few_bits import INT4, bits_of_gguf, rounded_to_int4
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import PruningCallback
-from export import to_gguf
+from export import to_gguf, to_sparse
 from mrp_ground.environment import machine
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.commands.quiet import quiet_lightning
@@ -84,6 +89,12 @@ multiples of 256; llama.cpp's types fall back in the same way."""
 HEADS = ("q4_0", "iq4_nl", "q5_0")
 """The grids on which a second run puts head and embedding of `OF_HEADS`, in place of q8_0."""
 OF_HEADS = "IQ4_NL, dense target"
+PACKED: dict[str, dict[str, Any]] = {
+    "50%, dense target": {"sparsity": 0.5, **_DENSE},
+    "50% and 4 bits, dense target": {"sparsity": 0.5, "bits": 4, **_DENSE},
+    "W4A16 in 64, dense target": {"grid": "int4-g64", **_DENSE},
+}
+"""Runs whose files are packed checkpoints."""
 THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q2_K imatrix", "Q3_K_S imatrix")
 THEIRS += ("Q3_K_M imatrix", "Q4_K_M imatrix", "Q5_0 imatrix")
 
@@ -281,18 +292,65 @@ def files(comparison: Comparison) -> Iterator[tuple[str, str, Path, float]]:
         yield "llama.cpp", name, file, math.nan
 
 
+def packed(comparison: Comparison) -> None:
+    """Add a row for each packed checkpoint, PyTorch's int4 and Q8_0."""
+    options, dense = comparison.options, comparison.dense
+
+    def add(maker: str, name: str, size: float, model: nn.Module, spent: str = "") -> None:
+        value = perplexity(model, comparison.evaluation)
+        over = f"{value / comparison.best - 1:+.1%}"
+        comparison.add(maker, name, f"{size / 2**20:.1f}", f"{value:.3f}", over, spent)
+
+    def weights(place: Path) -> int:
+        return sum(file.stat().st_size for file in place.glob("*.safetensors"))
+
+    size = f"{weights(dense) / 2**20:.1f}"
+    comparison.add("dense", "bfloat16", size, f"{comparison.best:.3f}", "", "")
+    for name, settings in PACKED.items():
+        run = directory(options, name.replace("%", ""))
+        out = run.with_name(f"{run.name}-packed")
+        spent = run.with_suffix(".json")
+        if not run.exists():
+            seconds = quantise(dense, run, settings, comparison.calibration, options.method)
+            spent.write_text(json.dumps(seconds))
+        if not out.exists():
+            to_sparse.main([str(run), "--out", str(out)])
+        model = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32)
+        add("ours", name, weights(out), model, f"{json.loads(spent.read_text()):.0f}")
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data = rounded_to_int4(layer.weight.data)
+    add(INT4, "nearest, groups of 64", weights(out), model)
+    file = options.place / "q8_0.gguf"
+    to_gguf.main([str(dense), "--out", str(file), "--type", "q8_0", "--overwrite"])
+    model = AutoModelForCausalLM.from_pretrained(
+        options.place, gguf_file=file.name, dtype=torch.float32
+    )
+    add("llama.cpp", "Q8_0", file.stat().st_size, model)
+
+
 def main() -> None:
     """Print the table, and write it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--llama", type=Path, required=True, help="where its binaries lie")
+    files_of = parser.add_mutually_exclusive_group(required=True)
+    files_of.add_argument("--llama", type=Path, help="where its binaries lie")
+    files_of.add_argument("--packed", action="store_true", help="measure packed checkpoints")
     parser.add_argument("--method", default="JM", help="matters with sparsity alone")
     parser.add_argument("--rescale", action="store_true")
     comparison = Comparison(
         parser, lambda options, model: rescale(model) if options.rescale else None
     )
     options, best = comparison.options, comparison.best
+    if options.packed:
+        packed(comparison)
+        comparison.write(
+            "| by | type | file, MiB | perplexity | over dense | CPU seconds |",
+            "| --- | --- | ---: | ---: | ---: | ---: |",
+        )
+        return
     comparison.add("dense", "bfloat16", "16", "", f"{best:.3f}", "", "")
     known = options.place / "perplexities.json"
     measured = json.loads(known.read_text()) if known.exists() else {}

@@ -76,8 +76,10 @@ TYPES = {
 }
 """The types by their names in the tables, from the top, and their labels."""
 ON_DISK = {
-    "ours": ("mrp-lightning", ("#0a6d74", "o")),
+    "ours": ("mrp-lightning, GGUF", ("#0a6d74", "o")),
+    "packed": ("mrp-lightning, packed checkpoint", ("#c04a2b", "s")),
     "llama.cpp": ("llama.cpp", ("#2d6db3", "^")),
+    "PyTorch int4": ("PyTorch int4", ("#7b838c", "D")),
 }
 """The names of those who make the files, with colour and marker."""
 FILES = {
@@ -85,13 +87,18 @@ FILES = {
     ("ours", "IQ4_NL, dense target, head IQ4_NL"): ("IQ4_NL, head too", -7, -5, "right"),
     ("ours", "IQ4_NL, dense target"): ("IQ4_NL", 0, -11, "right"),
     ("ours", "Q4_0, dense target"): ("Q4_0", -8, 3, "right"),
-    ("ours", "Q5_0"): ("Q5_0", -8, -2, "right"),
+    ("ours", "Q5_0"): ("Q5_0", -9, -3, "right"),
     ("llama.cpp", "Q3_K_S imatrix"): ("Q3_K_S", 9, 0, "left"),
     ("llama.cpp", "Q3_K_M imatrix"): ("Q3_K_M", 9, 0, "left"),
-    ("llama.cpp", "Q4_0"): ("Q4_0, no matrix", 9, 3, "left"),
+    ("llama.cpp", "Q4_0"): ("Q4_0, no matrix", -9, 3, "right"),
     ("llama.cpp", "Q4_0 imatrix"): ("Q4_0", 9, 0, "left"),
-    ("llama.cpp", "Q4_K_M imatrix"): ("Q4_K_M", 9, 2, "left"),
-    ("llama.cpp", "Q5_0 imatrix"): ("Q5_0", 9, 2, "left"),
+    ("llama.cpp", "Q4_K_M imatrix"): ("Q4_K_M", -8, 3, "right"),
+    ("llama.cpp", "Q5_0 imatrix"): ("Q5_0", 9, -2, "left"),
+    ("llama.cpp", "Q8_0"): ("Q8_0", 9, 5, "left"),
+    ("packed", "50%, dense target"): ("50%", 9, 0, "left"),
+    ("packed", "50% and 4 bits, dense target"): ("50%, 4 bits", 9, 0, "left"),
+    ("packed", "W4A16 in 64, dense target"): ("W4A16", 9, 1, "left"),
+    ("PyTorch int4", "nearest, groups of 64"): ("int4, nearest", 9, 0, "left"),
 }
 """The files of the embedded LLaMA that are drawn; label, its offset in points and alignment."""
 _BITS = {"int4-g32": 4.5, "int4-g64": 4.25}
@@ -150,8 +157,11 @@ def _family(name: str) -> str:
 
 def files() -> Picture:
     """Return perplexity over the bytes of GGUF files of a model that was never rounded before."""
-    table = next(t for t in tables_of("engine-types") if "Q2_K imatrix" in set(t["type"]))
+    tables = tables_of("engine-types")
+    table = next(t for t in tables if "Q2_K imatrix" in set(t["type"]))
+    packed = next(t for t in tables if "Q8_0" in set(t["type"]))
     (dense,) = table[table["by"] == "dense"]["perplexity"].astype(float)
+    table = pd.concat([table, packed.replace({"by": {"ours": "packed"}})])
     sizes = {(row["by"], row["type"]): row for _, row in table.iterrows()}
     points = {key: [float(sizes[key][of]) for of in ("file, MiB", "perplexity")] for key in FILES}
 
@@ -164,9 +174,10 @@ def files() -> Picture:
             label, *offset = FILES[key]
             _write(axes, label, (point[0], point[1]), *offset, size=8)
         axes.axhline(dense, color=RULE, linewidth=1)
-        _write(axes, f"dense {dense:.3f}", (1.74, dense), 0, 7, "left", size=8)
-        axes.set(xlim=(1.72, 2.65), ylim=(7.80, 8.0), xlabel="file, MiB")
+        _write(axes, f"dense {dense:.3f}", (4.45, dense), 0, 7, "right", size=8)
+        axes.set(xscale="log", xlim=(1.6, 4.5), ylim=(7.80, 8.03), xlabel="file, MiB")
         axes.set(ylabel="perplexity (lower is better)")
+        _ticks(axes.xaxis, [2, 2.5, 3, 3.5, 4])
         _ticks(axes.yaxis, [7.8, 7.85, 7.9, 7.95, 8.0])
         _legend(axes, "upper right")
         return figure
