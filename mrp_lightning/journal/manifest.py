@@ -74,9 +74,9 @@ class Entry:
 
     Attributes:
         file: The name of the shard in the journal.
-        sha256: The checksum of the file.
-        weights: The digest of the tensors in it; see `digest`.
-        grid: The checksum of the file of the block's grid parameters; None if it has none.
+        sha256: Its checksum.
+        weights: The `digest` of the tensors in it.
+        grid: The checksum of the file of the block's grid parameters; `None` if it has none.
     """
 
     file: str
@@ -101,10 +101,8 @@ class Manifest:
 
     Attributes:
         fingerprint: The facts that decide the result of the run.
-        about: The content of the report other than layers, and under `blocks` the total number of
-            steps.
-        seconds: The wall time of the run so far.
-        cpu_seconds: The CPU time of the run so far, in all threads.
+        about: The content of the report other than layers, with the number of steps as `blocks`.
+        seconds, cpu_seconds: The wall time of the run so far, and its CPU time in all threads.
         shards: The entries of the finished blocks, by the number of the step.
         kept: The checksums of the files of `Journal.kept`, by the name of the value.
     """
@@ -139,12 +137,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
-        """Read the `manifest.json` of a journal.
-
-        Raises:
-            FileNotFoundError: There is no manifest.
-            JournalError: The file is damaged, or of another version of mrp-lightning.
-        """
+        """Read a `manifest.json`; raise a JournalError if it is damaged or of another version."""
         file, remedy = directory / NAME, "set `resume: false` (`prune --restart`) to start afresh"
         try:
             content = read_json(file, remedy, FORMAT_VERSION)
@@ -199,14 +192,8 @@ def fingerprint(
 ) -> Fingerprint:
     """Return the facts that decide the result: settings, weights, calibration data, libraries.
 
-    All weights are read once, at about 1 GB/s.
-
-    Args:
-        settings: The arguments of the pruning, and the kind of device.
-        configurations: The configurations of the transformers models in the module.
-        weights: All tensors of the module, which is still dense.
-        batches: The calibration batches of this process.
-        processes: The processes that share the calibration batches; all of them must call this.
+    All weights are read once, at about 1 GB/s. All `processes`, each with its share of the
+    calibration `batches`, must call this while the module is dense.
     """
     computed = [forward_of(config) for config in configurations]
     here = versions()

@@ -108,9 +108,6 @@ class BlockResult:
         """Write the weights back into the pruned layers of the block, and into the `tuned` ones.
 
         `before_change` is called with each of these layers before any of them is written.
-
-        Raises:
-            JournalError: The result has pruned layers that are not among `layers`.
         """
         changed = self.pruned(layers)
         names = {layer.name for layer in changed}
@@ -151,12 +148,7 @@ class BlockResult:
 
     @classmethod
     def load(cls, file: Path) -> "BlockResult":
-        """Read a file that `save` wrote, onto the CPU; `with_grid` adds the parameters of grids.
-
-        Raises:
-            FormatError: The rows are damaged, or of another version of mrp-lightning.
-            OSError, SafetensorError: The file is missing or truncated.
-        """
+        """Read a file that `save` wrote, onto the CPU; `with_grid` adds the parameters of grids."""
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             text = (opened.metadata() or {}).get(_KEY, "")

@@ -64,8 +64,6 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
 
     Perplexities are also written into the card of a pruned model in the same directory.
 
-    The file is replaced atomically: a concurrent reader sees either the old or the new content.
-
     Args:
         directory: The directory of the file; made if it does not exist.
         **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `similarity`,

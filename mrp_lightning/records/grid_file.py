@@ -28,9 +28,6 @@ def save_parameters(parameters: Mapping[str, GridParameters], file: Path) -> Non
 
     A tensor is float16 if that holds all of its numbers exactly, else float32. The directory is
     created, but not its parents.
-
-    Raises:
-        OSError, SafetensorError: The file cannot be written.
     """
     tensors = {
         f"{name}.{kind}": _compact(tensor)

@@ -40,38 +40,31 @@ def model_card(
         library: The library that loads the checkpoint, if one does.
         num_bytes: The bytes of the weights, if they are known.
     """
-    totals, config = report.totals, report.config
-    narrowed = report.narrowed
+    config, narrowed, provenance = report.config, report.narrowed, report.provenance
     # A local directory means nothing to the hub, and may be private.
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
-    trained = report.provenance.get("trained", {})
-    alone, removes = is_of_vocabulary_alone(config), _removes(config)
+    alone, data = is_of_vocabulary_alone(config), provenance.get("data", {})
+    head = config.get("head_grid")
     lines = [
-        _cut(trained)
-        if alone
-        else _how(None if "removed" in narrowed else config["method"], trained, removes),
+        _how(report),
         "",
-        *([f"- base model: `{name}`"] if name else []),
+        f"- base model: `{name}`" if name else None,
         *_vocabulary(report.vocabulary),
-        *([] if alone else _narrowed(narrowed, totals) if narrowed else _done(totals, removes)),
-        *([f"- bytes of the weights: {num_bytes:,}"] if num_bytes is not None else []),
-        *_grid(config),
-        *(
-            [f"- the output head on the grid `{config['head_grid']}`"]
-            if config.get("head_grid")
-            else []
-        ),
-        *_zeros_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
-        *([] if alone else _loss(narrowed, totals)),
-        *_calibration(report.provenance.get("data", {})),
+        *([] if alone else _done(report)),
+        None if num_bytes is None else f"- bytes of the weights: {num_bytes:,}",
+        _grid(config),
+        f"- the output head on the grid `{head}`" if head else None,
+        _zeros_before(report),
+        None if alone else _loss(report),
+        _calibration(data) if data.get("samples") else None,
         f"- {'all figures' if alone else 'every layer'}: `pruning_report.json`",
     ]
     kind = f"with {_kept(narrowed)}" if narrowed else _kind(config)
     title = f"{Path(name).name if name else 'Model'}, {kind}"
     hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
-    text = new_card(title, lines, **hub)
-    commands = [report.provenance.get("command"), trained.get("command")]
+    text = new_card(title, [line for line in lines if line is not None], **hub)
+    commands = [provenance.get("command"), provenance.get("trained", {}).get("command")]
     recipe = [] if alone else ["```yaml", *_recipe(config), "```"]
     text = with_section(text, "Recipe", [*recipe, *made_by(*commands)])
     dense = [f"- `{row.name}`: {row.skipped}" for row in report.layers if row.skipped is not None]
@@ -93,11 +86,8 @@ def with_section(card: str, title: str, lines: Sequence[str]) -> str:
 
 
 def made_by(*commands: str | None) -> list[str]:
-    """Return the lines of a section with the commands that made a model; none if unknown.
-
-    Paths appear without the directories of this machine.
-    """
-    # A card is published, and directories may hold names of users.
+    """Return the lines of a section with the commands that made a model; none if unknown."""
+    # Without directories: a card is published, and they may hold names of users.
     known = [_DIRECTORIES.sub("", command) for command in commands if command]
     return ["", "Made by:", "", "```", *known, "```"] if known else []
 
@@ -112,10 +102,9 @@ def with_perplexities(
     perplexity: Mapping[str, Mapping[str, Any]],
     dense: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
-    """Return a card with perplexities, as in `Evaluation`, in a section.
+    """Return a card with perplexities, as in `Evaluation`, beside the dense model's in a section.
 
-    The section also has the dense model's perplexities, if they are known. Texts without finite
-    `perplexity`, `context` and `tokens` are left out.
+    Texts without finite `perplexity`, `context` and `tokens` are left out.
     """
     complete = {
         text: scores
@@ -136,12 +125,10 @@ def with_perplexities(
 
 def _next_to_dense(scores: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     """Return the cells of a model's perplexity, with the dense model's on the same windows."""
-    # A dense perplexity of 0 or `None` gives no ratio.
     dense_value, value = (dense or {}).get("perplexity"), scores["perplexity"]
-    first, ratio = (
-        ("–", "–") if not dense_value else (f"{dense_value:.3f}", f"{value / dense_value:.4g}")
-    )
-    return f"{first} | {value:.3f} | {ratio}"
+    if not dense_value:  # 0 or `None` gives no ratio
+        return f"– | {value:.3f} | –"
+    return f"{dense_value:.3f} | {value:.3f} | {value / dense_value:.4g}"
 
 
 def add_perplexities(
@@ -181,61 +168,52 @@ def _kind(config: Mapping[str, Any]) -> str:
     return " and ".join(filter(None, [cut, pruned, quantised]))
 
 
-def _how(method: str | None, trained: dict[str, Any], removes: bool) -> str:
-    done = "Pruned" if removes else "Quantised"
-    by = f"with mrp-lightning{'' if method is None else f' (method `{method}`)'}"
-    if not trained:
+def _how(report: PruningReport) -> str:
+    """Return a sentence on how the model was made."""
+    trained = report.provenance.get("trained")
+    steps = f"then trained for {trained['steps']:,} steps" if trained else ""
+    if is_of_vocabulary_alone(report.config):
+        cut = "Cut to fewer words with mrp-lightning"
+        return f"{cut}, {steps}." if steps else f"{cut}; the weights that stay are as they were."
+    done = "Pruned" if _removes(report.config) else "Quantised"
+    method = "" if "removed" in report.narrowed else f" (method `{report.config['method']}`)"
+    by = f"with mrp-lightning{method}"
+    if not steps:
         return f"{done} after training, without retraining, {by}."
     return (
-        f"{done} {by}, then trained for {trained['steps']:,} "
-        "steps with the removed weights kept at zero. What is said of the layers' errors is from "
-        "before that training."
+        f"{done} {by}, {steps} with the removed weights kept at zero. What is said of the layers' "
+        "errors is from before that training."
     )
 
 
-def _cut(trained: dict[str, Any]) -> str:
-    """Return a sentence on a model of fewer words."""
-    if trained:
-        steps = f"{trained['steps']:,} steps"
-        return f"Cut to fewer words with mrp-lightning, then trained for {steps}."
-    return "Cut to fewer words with mrp-lightning; the weights that stay are as they were."
-
-
-def _done(totals: Mapping[str, Any], removes: bool) -> list[str]:
-    """Return the lines on the layers, and on the weights that were removed if any were to be."""
+def _done(report: PruningReport) -> list[str]:
+    """Return the lines on the layers, units or weights that were removed."""
+    totals, narrowed, removes = report.totals, report.narrowed, _removes(report.config)
+    if narrowed:
+        if "removed" in narrowed:
+            shape = f"shorter: {_kept(narrowed)}, without {', '.join(narrowed['removed'])}"
+        else:
+            config = ", ".join(f"`{key}` {value}" for key, value in narrowed["config"].items())
+            shape = f"narrower: {_kept(narrowed)}, as its configuration says ({config})"
+        weights = f"{narrowed['model_weights']:,} of {totals['model_weights']:,}"
+        return [f"- dense, and {shape}", f"- weights of the model: {weights}"]
     share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
     done = "pruned" if removes else "quantised"
     lines = [f"- layers {done}: {totals['layers']}{share}; left dense: {totals['skipped']}"]
     if removes:
-        lines += [
-            f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
-            f"({totals['sparsity']:.2%})"
-        ]
+        removed = f"{totals['removed']:,} of {totals['weights']:,} ({totals['sparsity']:.2%})"
+        lines.append(f"- weights removed in them: {removed}")
     return lines
 
 
-def _grid(config: Mapping[str, Any]) -> list[str]:
-    """Return the line on the grid of the weights that are kept; none if they are on none."""
+def _grid(config: Mapping[str, Any]) -> str | None:
+    """Return the line on the grid of the weights that are kept, if they are on one."""
     whose = "the others" if _removes(config) else "their weights"
     if grid := config.get("grid"):
-        return [f"- {whose} on the grid `{grid}`"]
+        return f"- {whose} on the grid `{grid}`"
     if bits := config.get("bits"):
-        return [f"- {whose} in {bits} bits and a scale for {config['group_size']}"]
-    return []
-
-
-def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:
-    """Return the lines on the units that were removed."""
-    config = ", ".join(f"`{key}` {value}" for key, value in narrowed["config"].items())
-    if "removed" in narrowed:
-        return [
-            f"- dense, and shorter: {_kept(narrowed)}, without {', '.join(narrowed['removed'])}",
-            f"- weights of the model: {narrowed['model_weights']:,} of {totals['model_weights']:,}",
-        ]
-    return [
-        f"- dense, and narrower: {_kept(narrowed)}, as its configuration says ({config})",
-        f"- weights of the model: {narrowed['model_weights']:,} of {totals['model_weights']:,}",
-    ]
+        return f"- {whose} in {bits} bits and a scale for {config['group_size']}"
+    return None
 
 
 def _vocabulary(vocabulary: Mapping[str, Any]) -> list[str]:
@@ -265,36 +243,36 @@ def _kept(narrowed: Mapping[str, Any]) -> str:
     return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']}{each}"
 
 
-def _loss(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:
-    """Return the lines on what the pruning lost, as far as it is known."""
+def _loss(report: PruningReport) -> str:
+    """Return the line on what the pruning lost."""
+    narrowed = report.narrowed
     if "removed" not in narrowed:
-        loss = totals["relative_loss"]
-        return [f"- mean output error of a layer, relative to its output: {loss:.4f}"]
+        loss = report.totals["relative_loss"]
+        return f"- mean output error of a layer, relative to its output: {loss:.4f}"
     repair = narrowed["repair"]
     fitted = f", {repair['change']:.4f} after a fit of {', '.join(repair['layers'])}"
-    return [
+    return (
         "- mean change of the output, KL(dense ‖ this) for a language model: "
         f"{narrowed['change']:.4f}{fitted * bool(repair['layers'])}"
-    ]
+    )
 
 
-def _zeros_before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:
+def _zeros_before(report: PruningReport) -> str | None:
     """Return the line on the zeros of a model that was pruned before, if it was."""
+    zeros, prunings = report.totals.get("zeros_before"), report.provenance.get("pruned_before", [])
     if not zeros and not prunings:
-        return []
+        return None
     kinds = [_kind(x) + (f" by {x['method']}" if "method" in x else "") for x in prunings]
     methods = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
-    return [f"- zero before: {zeros or 0:.2%} of them{methods}; the error is against those weights"]
+    return f"- zero before: {zeros or 0:.2%} of them{methods}; the error is against those weights"
 
 
-def _calibration(data: dict[str, Any]) -> list[str]:
+def _calibration(data: Mapping[str, Any]) -> str:
     """Return the line on the calibration data, as far as they are known."""
-    if not data.get("samples"):
-        return []
     source = f" of {data['source']}" if data.get("source") else ""
     seed = f", seed {data['seed']}" if data.get("seed") is not None else ""
     length, windows = data["sequence_length"], counted(data["samples"], "window")
-    return [f"- calibrated on: {windows} of {length} tokens{source}{seed}"]
+    return f"- calibrated on: {windows} of {length} tokens{source}{seed}"
 
 
 def _recipe(config: dict[str, Any]) -> list[str]:

@@ -110,10 +110,7 @@ class PruningReport:
     ) -> "PruningReport":
         """Return the report of blocks, in the order in which they were pruned.
 
-        Args:
-            results: The results of the blocks, also of an interrupted run.
-            config: The arguments of the run.
-            others: Other attributes of the report, by name.
+        `others` are attributes of the report, by name.
         """
         blocks = list(results)
         return cls(
@@ -125,43 +122,39 @@ class PruningReport:
 
     @property
     def pruned(self) -> list[LayerReport]:
-        """Return the layers that are pruned."""
+        """The layers that are pruned."""
         return [row for row in self.layers if row.skipped is None]
 
     @property
     def relative_loss(self) -> float | None:
-        """Return the mean of `relative_loss` over the pruned layers, `None` if there are none."""
+        """The mean of `relative_loss` over the pruned layers, `None` if there are none."""
         return mean_relative_loss(self.pruned)
 
     @property
     def amount(self) -> Amount:
-        """The pattern and the grid of `config`, to compare weights with.
-
-        Raises:
-            ArgumentError: No run has such a pattern or grid.
-        """
+        """The pattern and the grid of `config`, to compare weights with."""
         if is_of_vocabulary_alone(self.config):
             return Amount(pattern=Dense())
         return Amount.of_config(self.config)
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Return sums and means over the pruned layers, and the facts about the run.
+        """Sums and means over the pruned layers, and the facts about the run.
 
         `removed` and `sparsity` also count weights that were zero before and stayed zero.
         """
-        weights = sum(row.num_weights for row in self.pruned)
-        zeros = sum(row.zero_fraction * row.num_weights for row in self.pruned)
-        had_zeros = [row for row in self.pruned if row.zeros is not None]
-        zeros_before = sum(row.zeros.before * row.num_weights for row in had_zeros if row.zeros)
-        of_model = self.model_weights
+        pruned, of_model = self.pruned, self.model_weights
+        weights = sum(row.num_weights for row in pruned)
+        zeros = sum(row.zero_fraction * row.num_weights for row in pruned)
+        before = [(row.zeros, row.num_weights) for row in pruned if row.zeros is not None]
+        zeros_before = sum(had.before * number for had, number in before)
         spent = {"cpu_seconds": self.cpu_seconds, "peak_rss": self.peak_rss}
-        peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
+        peaks = [row.peak_memory for row in pruned if row.peak_memory is not None]
         return {
             "complete": self.complete,
-            "layers": len(self.pruned),
-            "skipped": len(self.layers) - len(self.pruned),
-            "already_pruned": sum(row.zeros.had_pattern for row in had_zeros if row.zeros),
+            "layers": len(pruned),
+            "skipped": len(self.layers) - len(pruned),
+            "already_pruned": sum(had.had_pattern for had, _ in before),
             **({"zeros_before": zeros_before / weights} if zeros_before else {}),
             "weights": weights,
             "removed": round(zeros),
@@ -208,12 +201,7 @@ class PruningReport:
 
     @classmethod
     def from_dict(cls, content: Any, source: str, remedy: str = "prune again") -> "PruningReport":
-        """Read the result of `to_dict`.
-
-        Args:
-            content: The report as plain containers.
-            source: The origin of the report, for messages.
-            remedy: The next step for a damaged report, for messages.
+        """Read the result of `to_dict`; `source` and `remedy`, the next step, are for messages.
 
         Raises:
             FormatError: The report is damaged, or of another version of mrp-lightning. The message
@@ -255,25 +243,18 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     except (FormatError, OSError) as error:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
-    earlier = report.provenance.get("pruned_before")
     keys = ("method", "structure", "sparsity", "pattern", "bits", "head_grid", "vocabulary")
     settings = {key: report.config.get(key) for key in keys}
-    return [
-        *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),
-        {key: value for key, value in settings.items() if value is not None},
-    ]
+    own = {key: value for key, value in settings.items() if value is not None}
+    earlier = report.provenance.get("pruned_before")
+    return [*(x for x in (earlier or ()) if isinstance(x, dict)), own]
 
 
 _WIDTH = 80
 
 
 def listing(layers: Iterable[LayerReport], totals: dict[str, Any]) -> str:
-    """Return the layers of a report with their losses, in 80 columns, and why others are dense.
-
-    Args:
-        layers: The rows of the report; a layer that stayed dense has the reason.
-        totals: The `totals` of the report.
-    """
+    """Return the layers of a report with their losses, in 80 columns, and why others are dense."""
     from rich.table import Table  # slow to import, and only needed here
 
     from mrp_lightning.terminal import Console

@@ -154,20 +154,11 @@ class LayerReport:
         already_pruned: bool = False,
         **others: Any,
     ) -> "LayerReport":
-        """Return the row of a layer that is pruned.
+        """Return the row of a layer that is pruned, by its solution and recipe.
 
-        Args:
-            quality: The losses of its solution, and what the solver did for it.
-            recipe: The recipe of the layer.
-            name: The name of the layer in the checkpoint.
-            shape: The shape of the weight, (rows, columns).
-            energy: The mean over the calibration tokens of ‖wx‖², to which the loss is relative.
-            tokens: The number of calibration tokens that the layer saw.
-            own_target: See `TargetReport.own`.
-            zeros_before: See `ZerosReport.before`.
-            zeros: See `ZerosReport.after`.
-            already_pruned: See `ZerosReport.had_pattern`.
-            others: Attributes of the row that neither solution nor recipe has, by name.
+        `energy` is the mean over the calibration tokens of ‖wx‖², to which the loss is relative;
+        `own_target` belongs to `TargetReport`, and `zeros_before`, `zeros` and `already_pruned` to
+        `ZerosReport`. Further arguments are attributes of the row.
         """
         ratio, grid, target, had = quality.damping_ratio, None, None, None
         if recipe.grid is not None:
@@ -207,12 +198,10 @@ class LayerReport:
         return cls(name=name, shape=tuple(shape), skipped=reason, block=block)
 
     def on_grid(self, lost: float, bits: int, seconds: float) -> "LayerReport":
-        """Return the row of this layer after its kept weights were put on a grid.
+        """Return the row of this layer after its kept weights were put on a grid of `bits`.
 
-        Args:
-            lost: The loss of the grid alone: `loss` with δ measured from the weights before it.
-            bits: The bits of a kept weight.
-            seconds: The time of the quantisation, which is added to that of the row.
+        `lost` is the loss of the grid alone: `loss` with δ measured from the weights before it. The
+        `seconds` that this took are added to those of the row.
         """
         assert self.loss is not None
         # The sum is the whole loss, since `lost` is the part that the grid adds. `relative_loss`
@@ -247,7 +236,7 @@ class LayerReport:
         return (self.sparsity or 0.0) if after is None else after
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row of `pruning_report.json`; values that the layer has not are `None`."""
+        """Return the row of `pruning_report.json`."""
         return asdict(self) | {"shape": list(self.shape)}
 
     def __post_init__(self) -> None:

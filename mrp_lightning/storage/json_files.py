@@ -26,10 +26,6 @@ def as_json(content: Any) -> str:
     """Return the text of a JSON file; NaN and infinities, which JSON lacks, become null.
 
     Surrogates, which names of files that are no UTF-8 have, become question marks.
-
-    Raises:
-        TypeError: The content has other types than mappings, lists, tuples, strings, numbers and
-            `None`.
     """
     return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
 
@@ -49,15 +45,8 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     the dataclass lacks are ignored; missing keys get its defaults. A `ValueError` of
     `__post_init__` is listed with the other problems.
 
-    Args:
-        kind: The dataclass.
-        content: The parsed JSON object.
-        source: The name of the object in messages.
-        remedy: The next step, which ends the message.
-
-    Raises:
-        FormatError: Values are missing, have other types or are refused by `__post_init__`; the
-            message lists all of them. Or the content holds objects that JSON cannot.
+    The message of a FormatError has `source`, the name of the object, lists all missing and wrong
+    values, and ends with `remedy`, the next step.
     """
     step = remedy[0].upper() + remedy[1:]
     refused = f"{source} is not as mrp-lightning writes it. {step}."
