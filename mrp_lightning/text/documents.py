@@ -37,9 +37,7 @@ def documents_of_files(
         conversation: Formats a conversation as text; `None` if conversations are not allowed.
 
     Raises:
-        DataError: A file is not UTF-8 text, is JSON without its suffix, or cannot be read as a
-            table; or a line or row has no text under the key.
-        DependencyError: A file is a table, and `datasets` is not installed.
+        DataError: A file cannot be read, or a line or row has no text under the key.
     """
     read = partial(_text_of_row, column, argument, conversation)
     documents = []
@@ -169,22 +167,14 @@ def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
 
     A directory stands for the text files and tables beneath it that are not hidden. A path with
     wildcards (`*`, `**`, `?`, `[…]`) stands for all files that match it, unless a file of that very
-    name exists.
-
-    Raises:
-        MissingFileError: Paths match no file; the message lists all of them.
+    name exists. A MissingFileError lists all paths that match no file.
     """
     files = {name: [(path, files_of(path)) for path in paths[name]] for name in paths}
-    missing: dict[str, list[str]] = {}
-    for name, matches in files.items():
-        for path, each in matches:
-            if not each:
-                is_empty = f"{path} is a directory without text files and tables"
-                is_url = re.match(r"https?:/", str(path)) is not None
-                download = " (download it first: no URLs are read)" * is_url
-                problem = is_empty if path.is_dir() else f"no such file: {path}{download}"
-                missing.setdefault(name, []).append(problem)
-    problems = {name: "; ".join(each) for name, each in missing.items()}
+    missing = {
+        name: "; ".join(_why_missing(path) for path, each in matches if not each)
+        for name, matches in files.items()
+    }
+    problems = {name: problem for name, problem in missing.items() if problem}
     if len(problems) == 1:
         ((name, problem),) = problems.items()
         raise MissingFileError(f"{problem}.", name)
@@ -192,6 +182,13 @@ def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
         listed = "; ".join(f"`{name}`: {problem}" for name, problem in problems.items())
         raise MissingFileError(f"{listed}.")
     return {name: [file for _, each in files[name] for file in each] for name in files}
+
+
+def _why_missing(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a directory without text files and tables"
+    is_url = re.match(r"https?:/", str(path)) is not None
+    return f"no such file: {path}{' (download it first: no URLs are read)' * is_url}"
 
 
 def files_of(path: Path) -> list[Path]:

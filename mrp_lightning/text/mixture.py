@@ -37,11 +37,7 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
 
     A source is `self`, `stdlib`, a published text, the name of an argument (`train_files`,
     `dataset`), or the path of a file. A single source has the share 1; sources with the share 0 are
-    left out.
-
-    Raises:
-        OptionError: A source is unknown, a share is no number or negative, or the sum of the shares
-            is not 1. The message lists all mistakes.
+    left out. An OptionError lists all mistakes.
     """
     if not isinstance(calibration, str | Mapping):
         raise OptionError(
@@ -76,9 +72,6 @@ def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) ->
     """Return the texts to evaluate on, by the names under which results report them.
 
     Each name becomes a part of the name of a metric, such as `perplexity/code`.
-
-    Raises:
-        OptionError: A text is unknown, or a name has other characters than letters, digits, `_.+-`.
     """
     known_texts, is_named = (_STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
     texts = [evaluation] if isinstance(evaluation, str) else evaluation or []
@@ -130,15 +123,9 @@ def _named_keys(calibration: object) -> list[str]:
 
 
 def check_keys(calibration: object, present: Collection[str]) -> None:
-    """Check that each use of text has one source, and that sources in `calibration` exist.
+    """Raise an OptionError if several arguments give the text of one use, or `calibration` none.
 
-    Args:
-        calibration: The argument of that name.
-        present: The keys of `data` that have a value.
-
-    Raises:
-        OptionError: Several arguments give the text of one use, or `calibration` names an argument
-            that has no value.
+    `present` are the keys of `data` that have a value.
     """
     if missing := [f"`{key}`" for key in _named_keys(calibration) if key not in present]:
         raise OptionError(
@@ -152,10 +139,8 @@ def check_keys(calibration: object, present: Collection[str]) -> None:
 def source_named(name: str, files: TextFiles, directory: Path | None) -> TextSource:
     """Return the text source of a name in `data`: the standard library, a published text or a file.
 
-    Args:
-        name: `stdlib`, the name of a published text, or the path of a file.
-        files: The source whose `column` and `conversation` are used to read a file.
-        directory: The directory of local copies of published texts; `None` for the hub.
+    A file is read by the `column` and `conversation` of `files`. The `directory` has local copies
+    of published texts; `None` means the hub.
     """
     if name == _STDLIB:
         return StandardLibrary(_STDLIB)
@@ -217,11 +202,7 @@ class Mixture:
         return counts
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw at most `count` windows (windows, length), int64, of all sources, interleaved.
-
-        Raises:
-            DataError: As of `counts`; or one of several texts is shorter than a window.
-        """
+        """Draw at most `count` windows (windows, length), int64, of all sources, interleaved."""
         counts = self.counts(count)
         parts = {name: self.sources[name].draw(cutter, n, seed) for name, n in counts.items()}
         # A text shorter than a window gives shorter windows, a matrix that cannot be joined with

@@ -51,12 +51,7 @@ class TextSource(ABC):
     bos: Bos = "window"
 
     def documents(self, split: Split) -> Sequence[str]:
-        """Return the documents of one split.
-
-        Raises:
-            DataError: The split does not exist, is empty or white space alone, or is no text.
-            FileNotFoundError: Files of a published text are missing.
-        """
+        """Return the documents of one split; raise a DataError if it is empty or no text."""
         documents = self._documents(split)
         if not any(document.strip() for document in documents):
             origin = f"{self.name}: " if self.name else ""
@@ -75,12 +70,7 @@ class TextSource(ABC):
         """Read the documents of one split."""
 
     def local_files(self, split: Split) -> Sequence[Path]:  # noqa: ARG002
-        """Return the files on this machine that hold one split; none of a text of the hub.
-
-        Raises:
-            DataError: No files were given for the split.
-            FileNotFoundError: Copies of a published text are missing.
-        """
+        """Return the files on this machine that hold one split; none of a text of the hub."""
         return ()
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
@@ -165,18 +155,16 @@ class TextFiles(TextSource):
 
     def of(self, split: Split) -> Sequence[Path]:
         """Return the files of a split."""
-        return self.train if split == "train" or self.hold_out else self.evaluation
+        return self.train if self._argument(split) == "train_files" else self.evaluation
 
     def local_files(self, split: Split) -> Sequence[Path]:
-        """Return the files of a split, of which there is at least one."""
-        if not self.of(split):
-            raise DataError(
-                "this stage reads text, and was given none. Name files.", self._argument(split)
-            )
-        return self.of(split)
+        """Return the files of a split; raise a DataError if there are none."""
+        if not (files := self.of(split)):
+            problem = "this stage reads text, and was given none. Name files."
+            raise DataError(problem, self._argument(split))
+        return files
 
     def _argument(self, split: Split) -> str:
-        """Return the argument that names the files of a split."""
         return "train_files" if split == "train" or self.hold_out else "eval_files"
 
     def label(self, split: Split) -> str:
@@ -211,14 +199,11 @@ class DatasetText(TextSource):
     @property
     def name(self) -> str:  # type: ignore[override]
         """The name or path of the dataset, or "a dataset" for a loaded one."""
-        if type(self.dataset) is dict:
-            return str(self.dataset.get("path", "a dataset"))
-        return self.dataset if isinstance(self.dataset, str) else "a dataset"
+        return str((self._arguments or {}).get("path", "a dataset"))
 
     def local_files(self, split: Split) -> Sequence[Path]:  # noqa: ARG002
         """Return all files of a dataset on this machine, since its builder decides their splits."""
-        arguments = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
-        if type(arguments) is not dict:
+        if (arguments := self._arguments) is None:
             return ()
         names = _strings([arguments.get(key) for key in ("path", "data_dir", "data_files")])
         paths = [Path(name).expanduser() for name in names]
@@ -229,10 +214,14 @@ class DatasetText(TextSource):
         ]
         return sorted(file for file in files if file.is_file())
 
+    @property
+    def _arguments(self) -> dict[str, Any] | None:
+        """The arguments of `load_dataset`; `None` for a loaded `DatasetDict`, which is a dict."""
+        arguments = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
+        return arguments if type(arguments) is dict else None
+
     def _documents(self, split: Split) -> Sequence[str]:
-        splits: Any = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
-        if type(splits) is dict:  # a DatasetDict is a dict, too
-            splits = _loaded(splits)
+        splits = self.dataset if self._arguments is None else _loaded(self._arguments)
         if not isinstance(splits, dict):
             raise DataError(
                 "expected splits by name, as in a `DatasetDict`. Got a "
@@ -373,8 +362,7 @@ class PublishedText(TextSource):
 def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
     """Return the local paths of a split's files of published texts, downloaded if need be.
 
-    Raises:
-        FileNotFoundError: Files are missing. The message gives the commands that download them.
+    The message of a FileNotFoundError gives the commands that download what is missing.
     """
     paths: list[Path] = []
     commands: dict[PublishedText, list[str]] = {}

@@ -69,14 +69,10 @@ def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> A
     """Tokenize a text, or each of several; log a line before a text that takes seconds."""
     characters = len(text) if isinstance(text, str) else sum(map(len, text))
     if characters > _MANY_CHARACTERS:
-        _log_of_tokenizing(characters)
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+        rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
     return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-
-
-def _log_of_tokenizing(characters: int) -> None:
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-    rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
 
 
 _MOST_READINGS = 16
@@ -94,10 +90,9 @@ _MOST_CHARACTERS = 100
 
 
 def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> int:
-    """Return the number of windows to draw: at most 16 times as many as fit into the text.
+    """Return the number of windows to draw, with a warning if they repeat text: at most 16 times.
 
-    It is at least 1. The length of the text is estimated from a tokenized sample. A warning reports
-    that windows repeat text, and whether they are fewer.
+    The length of the text is estimated from a tokenized sample.
     """
     # Every `step`-th document, at most 64 of them, spread over the whole: the first ones may be of
     # one kind. Tokenizing all would take longer than the draws themselves.
@@ -133,11 +128,7 @@ def _warn(message: str) -> None:
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
-    """Cut tokens into non-overlapping windows (count, length), int64; drop the last partial one.
-
-    Raises:
-        DataError: There are fewer than `length` tokens; the message has the `name` of the text.
-    """
+    """Cut tokens into non-overlapping windows (count, length), int64; drop the last partial one."""
     count = len(tokens) // length
     if not count:
         raise _too_short(name, len(tokens), length)
@@ -276,9 +267,6 @@ class Cutter:
         """The tokens that every window begins with, (tokens,), int64; none if `bos` is "text".
 
         They are taken from a tokenized text, since attributes such as `add_bos_token` may be wrong.
-
-        Raises:
-            DataError: There is no tokenizer, its prefix is unknown, or fills a window.
         """
         if self.tokenizer is None:
             raise DataError(
@@ -326,8 +314,7 @@ class Cutter:
     def within(self, documents: Iterable[str], name: str) -> "Cutter":
         """Return this cutter or, with a warning, a shorter one if the text has less than a window.
 
-        Raises:
-            DataError: The text has fewer than eight tokens.
+        Fewer than eight tokens raise a DataError.
         """
         # Documents are read only until a window is full, and at most 100 characters of each for a
         # needed token: a text of gigabytes costs no more than a short one.
@@ -369,9 +356,6 @@ class Cutter:
 
         Documents are tokenized one by one, with the tokenizer's special tokens around each, unless
         windows have a prefix. Of a long text only the beginning is tokenized, if `limit` allows it.
-
-        Raises:
-            DataError: The text is shorter than a window.
         """
         if isinstance(text, str):
             # Without a limit the part is at least as long as the text, and `_beginning` reads the
