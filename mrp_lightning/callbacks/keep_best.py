@@ -1,6 +1,5 @@
 """Give a trained model the weights of its best step on held-out data."""
 
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 from mrp_ground.arguments import checked
 from mrp_lightning.errors import OptionError
 
-log = logging.getLogger(__name__)
+_STATE = ("best", "best_step", "figures", "figures_at_start")
 
 
 class KeepBest(Callback):
@@ -101,19 +100,12 @@ class KeepBest(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best weights and their value."""
-        return {
-            "best": self.best,
-            "best_step": self.best_step,
-            "figures": self.figures,
-            "figures_at_start": self.figures_at_start,
-            "weights": self._weights,
-        }
+        return {name: getattr(self, name) for name in _STATE} | {"weights": self._weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best weights and their value."""
-        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
-        self.figures = state_dict["figures"]
-        self.figures_at_start = state_dict["figures_at_start"]
+        for name in _STATE:
+            setattr(self, name, state_dict[name])
         self._weights = {}
         self._keep(state_dict["weights"])
 

@@ -1,6 +1,5 @@
 """Train a pruned model without filling its zeros."""
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +14,6 @@ from mrp_lightning.distillation.kept_values import KeptValues, is_elementwise
 from mrp_lightning.errors import TargetError
 from mrp_lightning.loop.distributed import is_sharded_later, require_whole_parameters
 from mrp_lightning.targets.blocks import pruned_layers
-
-log = logging.getLogger(__name__)
 
 
 class KeepSparsity(Callback):
@@ -102,15 +99,11 @@ class KeepSparsity(Callback):
             if parameter.grad is not None:
                 _local(parameter.grad).masked_fill_(pruned, 0)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Remove the hooks from the optimizers."""
         self._release()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Remove the hooks from the optimizers."""
-        self._release()
+    on_exception = on_train_end
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:

@@ -35,8 +35,7 @@ class SaveModel(Callback):
 
     Raises:
         FileExistsError: `save_dir` is not empty and may not be replaced, or is the model's source;
-            see `check_output_dir`. All errors listed here are raised before training starts; at its
-            end, `save_directory` and `save_pretrained` raise more, such as for a full disk.
+            see `check_output_dir`. All errors listed here are raised before training starts.
         PermissionError: `save_dir` cannot be created or replaced.
         OptionError: `dtype` is no floating type, the disk is too full, or transformers refuses the
             model's `generation_config`.
@@ -99,10 +98,9 @@ class SaveEvaluation(Callback):
             be.
 
     Raises:
-        TypeError: The module is not a `CausalLM`; before the test starts.
-        FormatError: The existing `evaluation.json` cannot be read; before the test starts.
-        FileExistsError: `save_dir` is a file; before the test starts.
-        PermissionError: `save_dir` cannot be created or written; before the test starts.
+        TypeError: The module is not a `CausalLM`. All errors are raised before the test starts.
+        FormatError: The existing `evaluation.json` cannot be read.
+        FileExistsError, PermissionError: `save_dir` is a file, or cannot be created or written.
     """
 
     @checked

@@ -213,11 +213,7 @@ class TextDataModule(LightningDataModule):
     def fit_to(self, config: PreTrainedConfig) -> None:
         """Limit the length of the windows to the number of positions of a model.
 
-        Args:
-            config: The configuration of the model.
-
-        Raises:
-            DataError: A `sequence_length` was given that is longer than the model can read.
+        A DataError is raised if a `sequence_length` was given that is longer.
         """
         limit = longest_sequence(config)
         if self._fits_model:
@@ -233,9 +229,6 @@ class TextDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Download the published texts of a stage, and limit the windows to the model's positions.
-
-        Args:
-            stage: What the trainer is going to do: `fit`, `validate`, `test` or `predict`.
 
         Raises:
             DataError: Windows are longer than the model can read, or the stage has no text.
@@ -272,12 +265,7 @@ class TextDataModule(LightningDataModule):
         return list(self._evaluated(_SPLITS[stage]).values())
 
     def local_files(self, stage: str) -> list[Path]:
-        """Return the files on this machine that `predict`, `fit`, `validate` or `test` reads.
-
-        Raises:
-            DataError: No text was given for the stage.
-            FileNotFoundError: Copies of published texts are missing.
-        """
+        """Return the files on this machine that `predict`, `fit`, `validate` or `test` reads."""
         sources = [source for source in self._sources(stage) if isinstance(source, TextSource)]
         return [file for source in sources for file in source.local_files(_SPLITS[stage])]
 
@@ -369,23 +357,16 @@ class TextDataModule(LightningDataModule):
         shorter windows, with a warning.
 
         Raises:
-            DataError: There is no text or no tokenizer; a text is too short for a window, its
-                windows are shorter than those of other texts, or its share is less than a window;
-                or with `calibration="self"` no trainer runs the model, or the model's text is
-                degenerate. `OwnText.draw` raises more.
+            DataError: There is no text or no tokenizer; or a text is too short, or its share less
+                than a window. `OwnText.draw` raises more.
         """
         return self._mixture().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Return consecutive windows of the joined `documents`, (windows, sequence_length), int64.
 
-        A text that is shorter than a window gives a single shorter one, with a warning.
-
-        Args:
-            split: Name of the split: train, validation or test.
-
-        Raises:
-            DataError: As of `documents`; or there is no tokenizer, or fewer than eight tokens.
+        A text that is shorter than a window gives a single shorter one, with a warning; fewer than
+        eight tokens raise a DataError.
         """
         return self.windows(split).ids
 
@@ -396,9 +377,6 @@ class TextDataModule(LightningDataModule):
 
     def documents(self, split: Split) -> Sequence[str]:
         """Return the documents of one split of the dataset, the files or the standard library.
-
-        Args:
-            split: Name of the split: train, validation or test.
 
         Raises:
             DataError: The source has no such split, or it is empty; or the text is named, by
@@ -427,11 +405,7 @@ def _holds_parts(text: str, messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _joined(message: dict[str, Any]) -> Any:
-    """Return the content of a message, text parts joined as one text.
-
-    Raises:
-        DataError: There are parts of other kinds, such as images.
-    """
+    """Return the content of a message, text parts joined as one text."""
     content = message.get("content")
     if not isinstance(content, list):
         return content

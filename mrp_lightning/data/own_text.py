@@ -64,13 +64,7 @@ class OwnText:
         self._trainer = trainer
 
     def writer(self) -> PreTrainedModel:
-        """Return the trainer's language model.
-
-        Raises:
-            DataError: There is no trainer, or it runs no module.
-            TargetError: There is not one Hugging Face model, or it is no causal language model.
-            OptionError: The model is streamed from files, block by block.
-        """
+        """Return the trainer's language model, if it can write; `require_writer` raises more."""
         module = None if self._trainer is None else self._trainer.lightning_module
         if module is None:
             raise DataError(
@@ -117,7 +111,7 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
     """Estimate the cost of `OwnText.draw` in one process, by writing a few tokens of a batch.
 
     The model must be on the device where it will write. The estimate is a little low, since later
-    tokens attend to more tokens. `require_writer` and `write` list the errors.
+    tokens attend to more tokens.
     """
     pieces, sampling = _pieces(require_writer(model), cutter, seed)
     # The batch has its full number of windows, and only its length is cut: the time of a token
@@ -139,10 +133,9 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
 
 
 def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sampling]:
-    """Return the number of pieces of a window, and the sampling of each piece.
+    """Return the number of pieces of a window, and the sampling of each: it starts as a text does.
 
-    A piece begins with the tokens that the tokenizer adds at the start of a text, or, if there
-    are none, with a random token that is not special.
+    That is with the tokens that the tokenizer adds, or else with a random one that is not special.
     """
     # pieces·length ≥ the window's length; `draw` cuts off the surplus, fewer than `pieces` tokens.
     pieces = -(-cutter.length // _LONGEST)
@@ -169,10 +162,7 @@ def _key(model: PreTrainedModel, sampling: Sampling, count: int) -> str:
 
 @contextmanager
 def _on_device(trainer: Trainer) -> Iterator[None]:
-    """Move all offloaded blocks to the device, if they fit.
-
-    Otherwise each block is moved for each of its forwards, one for every token of a batch.
-    """
+    """Move all offloaded blocks to the device, if they fit."""
     if not any(callback.settings.offload for callback in callbacks_that_prune(trainer)):
         yield
         return
@@ -192,11 +182,7 @@ def _on_device(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _reported(trainer: Trainer, total: int) -> Iterator[Callable[[int], None]]:
-    """Report the tokens written by this process, of a total, in the trainer's bar and log.
-
-    Yields:
-        A function of the number of tokens, which raises `Interrupted` after SIGTERM.
-    """
+    """Yield a function that reports the tokens of this process, and raises after SIGTERM."""
     reporter = ProgressReporter(trainer, first_seconds=_FIRST_LINE)
     with reporter.bar(total, "own text"):
 
@@ -220,20 +206,10 @@ def write_together(
     processes: Processes,
     report: Callable[[int], None],
 ) -> Tensor:
-    """Return windows of the model's own text, of which each process writes its share; collective.
+    """Return windows (count, length) of the model's own text, int64, on the CPU; collective.
 
-    Args:
-        model: The model, the same in all processes.
-        sampling: The draws of the tokens.
-        count: The number of windows.
-        processes: The processes.
-        report: Called with the number of tokens that this process has written so far.
-
-    Returns:
-        The token ids (count, length), int64, on the CPU, the same in all processes.
-
-    Raises:
-        DataError: The model's text is degenerate, or its logits are not finite.
+    Each process writes its share, and calls `report` with the number of its tokens so far; all get
+    the same windows. `write` raises more.
     """
     length, share = sampling.length, processes.share(count)
 

@@ -195,10 +195,7 @@ def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: in
 
 @contextmanager
 def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
-    """Replace a model's generation configuration by plain decoding for the time of a context.
-
-    Dropout is off, too: a model that was built from a configuration is in training mode.
-    """
+    """Give a model the generation configuration of plain decoding in a context, without dropout."""
     # The parts in training mode are listed one by one, since `model.train()` at the end would also
     # set the parts that the user had frozen in evaluation mode.
     in_training = [part for part in model.modules() if part.training]
@@ -213,11 +210,7 @@ def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
 
 
 def require_writer(model: Any) -> PreTrainedModel:
-    """Return the model if it is a causal language model.
-
-    Raises:
-        TargetError: The model cannot continue a text token by token.
-    """
+    """Return the model if it is a causal language model, else raise a TargetError."""
     if not isinstance(model, PreTrainedModel):
         problem = "there is no Hugging Face model, or several"
     elif model.config.is_encoder_decoder:

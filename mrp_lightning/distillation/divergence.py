@@ -7,6 +7,7 @@ its chunk.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,20 +113,14 @@ class Predictor:
         is_training = self.model.training
         self.model.eval()  # dropout would differ between the two runs
         try:
-            own = self._own_logits(*few).float()
-            head, agrees = self._head, False
-            if head is not None:
-                try:
-                    mapped = self.logits(self._run(*few))
-                except (RuntimeError, ValueError, IndexError):  # a head of another form
-                    agrees = False
-                else:
-                    # Both round in the model's dtype, in products of other shapes.
-                    rounding = 16 * torch.finfo(self.model.dtype).eps * float(own.abs().max())
-                    agrees = own.shape == mapped.shape and bool(
-                        ((own - mapped).abs() <= rounding).all()
-                    )
-            self._head = head if agrees else None
+            own, agrees = self._own_logits(*few).float(), False
+            with suppress(RuntimeError, ValueError, IndexError):  # a head of another form
+                mapped = self.logits(self._run(*few))
+                # Both round in the model's dtype, in products of other shapes.
+                rounding = 16 * torch.finfo(self.model.dtype).eps * float(own.abs().max())
+                near = (own - mapped).abs() <= rounding
+                agrees = own.shape == mapped.shape and bool(near.all())
+            self._head = self._head if agrees else None
         finally:
             self.model.train(is_training)
 
@@ -149,11 +144,7 @@ def divergence(
 ) -> Divergence:
     """Sum KL(teacher ‖ student) over all tokens of a batch that are no padding.
 
-    Args:
-        student: The model that is trained.
-        teacher: The dense model, of the same vocabulary.
-        ids: (batch, length).
-        mask: (batch, length), 0 for padding; `None` if there is none.
+    The models have one vocabulary. `ids` and `mask`, 0 for padding, are (batch, length).
     """
     with torch.no_grad():
         wanted = teacher.hidden(ids, mask)
@@ -241,11 +232,7 @@ def token_figures(
 ) -> TokenFigures:
     """Compute the divergence at each token of a batch, and both models' losses of the next one.
 
-    Args:
-        student: One model.
-        teacher: The other, of the same vocabulary.
-        ids: (batch, length).
-        mask: (batch, length), 0 for padding; `None` if there is none.
+    The models have one vocabulary. `ids` and `mask`, 0 for padding, are (batch, length).
     """
     inputs = student.hidden(ids, mask).flatten(0, 1), teacher.hidden(ids, mask).flatten(0, 1)
     targets = ids.roll(-1, 1).long().flatten()[:, None]

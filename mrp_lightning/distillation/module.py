@@ -116,11 +116,7 @@ class Distillation(CausalLM):
         )
 
     def configure_model(self) -> None:
-        """Shard both models by block where the strategy is `ModelParallelStrategy` (FSDP2).
-
-        Raises:
-            OptionError: Embeddings and head are to be trained, which are gathered as a whole.
-        """
+        """Shard both models by block where the strategy is `ModelParallelStrategy` (FSDP2)."""
         mesh = self.device_mesh
         if mesh is None or self._is_sharded:
             return
@@ -147,11 +143,7 @@ class Distillation(CausalLM):
         return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def setup(self, stage: str) -> None:
-        """Bring the teacher to the student's device, and choose the parameters to train.
-
-        Raises:
-            TargetError: Weights of one of the models are not finite.
-        """
+        """Bring the teacher to the student's device, and choose the parameters to train."""
         super().setup(stage)
         if stage not in ("fit", "validate"):
             return

@@ -89,11 +89,7 @@ class DistillationText(TextDataModule):
 
     @property
     def steps(self) -> int:
-        """The number of batches in `tokens`.
-
-        Raises:
-            OptionError: There are fewer tokens than in a batch.
-        """
+        """The number of batches in `tokens`; an OptionError if it is 0."""
         steps = self.num_samples // self.batch_size
         if steps == 0:
             raise OptionError(
