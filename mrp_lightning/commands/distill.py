@@ -151,7 +151,7 @@ def _fit(module: "Distillation", options: Namespace) -> str:
     import torch
 
     from mrp_lightning.devices import available_memory
-    from mrp_lightning.distillation.memory import needed_memory
+    from mrp_lightning.distillation.module import needed_memory
 
     tokens = options.batch_size * options.sequence_length
     needed = needed_memory(module, tokens)

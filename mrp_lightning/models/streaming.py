@@ -1,8 +1,5 @@
 """Models that are larger than memory: blocks stay in files, and are read while they run."""
 
-import errno
-import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -257,22 +254,13 @@ def without_bars() -> Iterator[None]:
         transformers_logging.set_tqdm_hook(hook)
 
 
-def _identity(file: Path) -> tuple[int, int, int, str]:
-    """Return a safetensors file's size, modification time, inode and checksum of the header."""
-    if not file.is_file():  # opening a named pipe would wait for its writer
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
-    with file.open("rb") as opened:
-        # The status is that of the opened file: its path could be replaced between two calls.
-        status = os.fstat(opened.fileno())
-        # The first 8 bytes are the length of the header: names, types and shapes of all tensors.
-        length = int.from_bytes(opened.read(8), "little")
-        # The header is hashed, not the weights, which would be read twice for each run of a block.
-        # The bound keeps a damaged length from allocating more than the file has.
-        header = hashlib.sha256(opened.read(min(length, status.st_size))).hexdigest()
-    return status.st_size, status.st_mtime_ns, status.st_ino, header
+def _identity(file: Path) -> tuple[int, int, int]:
+    """Return the size of a file, its modification time and its inode."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _require_unchanged(file: Path, identity: tuple[int, int, int, str]) -> None:
+def _require_unchanged(file: Path, identity: tuple[int, int, int]) -> None:
     """Raise a `FormatError` if the `_identity` of a file has changed."""
     try:
         if _identity(file) == identity:

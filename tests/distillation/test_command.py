@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
 from mrp_lightning.commands.main import main
-from mrp_lightning.distillation.memory import needed_memory
-from mrp_lightning.distillation.module import Distillation
+from mrp_lightning.distillation.module import Distillation, needed_memory
 
 SMALL = ["--tokens=640", "--sequence-length=32", "--batch-size=4", "--accelerator=cpu"]
 
