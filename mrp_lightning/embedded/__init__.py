@@ -1,6 +1,9 @@
-"""The small model that comes with the package, so that everything runs without a hub."""
+"""The small model and the text that come with the package, so that everything runs without a hub."""
 
 from pathlib import Path
 
 STDLIB_LLAMA = Path(__file__).parent / "stdlib-llama"
 """Directory of a small LLaMA of Python source. `make embedded-model` trains it anew."""
+
+DECLARATION = Path(__file__).parent / "declaration.json"
+"""Article 1 of the Universal Declaration of Human Rights, by language."""

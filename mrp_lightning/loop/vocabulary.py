@@ -1,10 +1,12 @@
 """Cut the vocabulary of a `CausalLM`, record what that costs, and save the result."""
 
+import json
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
 from mrp_ground.arguments import checked
+from mrp_lightning.embedded import DECLARATION
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -16,29 +18,6 @@ from mrp_lightning.text.sources import StandardLibrary
 
 _CHARACTERS = 2**18
 """The characters of Python's standard library whose words are counted."""
-_DECLARATION = {
-    "English": (
-        "All human beings are born free and equal in dignity and rights. They are endowed with "
-        "reason and conscience and should act towards one another in a spirit of brotherhood."
-    ),
-    "French": (
-        "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués "
-        "de raison et de conscience et doivent agir les uns envers les autres dans un esprit de "
-        "fraternité."
-    ),
-    "German": (
-        "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft "
-        "und Gewissen begabt und sollen einander im Geist der Brüderlichkeit begegnen."
-    ),
-    "Russian": (
-        "Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены "
-        "разумом и совестью и должны поступать в отношении друг друга в духе братства."
-    ),
-    "Chinese": (
-        "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神互相对待。"
-    ),
-}
-"""Article 1 of the Universal Declaration of Human Rights."""
 
 
 @checked
@@ -88,7 +67,8 @@ def cut_vocabulary(
     before, after = (Vocabulary.of(tokenizer) for tokenizer in (whole, cut.tokenizer))
     library = "".join(StandardLibrary().documents("test"))[:_CHARACTERS]
     elsewhere = {StandardLibrary().name: [library]}
-    elsewhere |= {f"{name} (UDHR, article 1)": [text] for name, text in _DECLARATION.items()}
+    declaration = json.loads(DECLARATION.read_text("utf-8"))
+    elsewhere |= {f"{name} (UDHR, article 1)": [text] for name, text in declaration.items()}
     module.vocabulary = {
         "words": cut.words,
         "kept": size,

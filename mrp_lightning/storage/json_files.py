@@ -58,22 +58,16 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     except ValidationError as error:
         problems: dict[str, str] = {}
         for detail in error.errors(include_url=False):
-            key = _key(detail, content)
+            key = _key(detail["loc"])
             problems.setdefault(key, _problem(key, detail))  # of a union's errors the first
         listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(f"{refused}\n{listed}") from error
 
 
-def _key(detail: "ErrorDetails", content: Any) -> str:
-    """Return the path of an error, such as `layers[3].name`, without pydantic's union members."""
-    key = ""
-    for step in detail["loc"]:
-        if isinstance(content, list) and isinstance(step, int):
-            key, content = f"{key}[{step}]", content[step]
-        elif isinstance(content, dict) and (str(step) in content or detail["type"] == "missing"):
-            key, content = f"{key}.{step}", content.get(str(step))
-        else:
-            break
+def _key(path: tuple[int | str, ...]) -> str:
+    """Return the path of an error, such as `layers[3].name`, without pydantic's own marks."""
+    steps = [step for step in path if step not in ("float", "int", "[key]")]
+    key = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return key.removeprefix(".")
 
 
