@@ -1,4 +1,4 @@
-"""The small model and the text that come with the package, so that everything runs without a hub."""
+"""The small model and the text that come with the package: everything runs without a hub."""
 
 from pathlib import Path
 
