@@ -21,12 +21,8 @@ _CPU = torch.device("cpu")
 class Processes:
     """The processes of torch's default group, or this process alone.
 
-    Attributes:
-        rank: The number of this process, from 0.
-        size: The number of processes. With one, nothing is communicated.
-        device: The device whose tensors the processes exchange.
-
-    All methods but `share` raise a `ProcessError` if another process has ended or is out of reach.
+    `rank` is the number of this process, from 0, and `device` that of tensors to exchange. All
+    methods but `share` raise a `ProcessError` if another process has ended or is out of reach.
     """
 
     rank: int = 0
@@ -38,11 +34,9 @@ class Processes:
         return slice(self._start(self.rank, rows), self._start(self.rank + 1, rows))
 
     def gather_rows(self, own: Tensor, rows: int) -> Tensor:
-        """Concatenate the shares of all processes, on the device of `own`.
+        """Concatenate the shares of all processes, (rows, …), on the device of `own`, this one's.
 
-        Args:
-            own: The rows of this process, (rows of its share, …), of any dtype.
-            rows: The total number of rows.
+        `rows` is their total number.
         """
         if self.size == 1:
             return own

@@ -16,7 +16,7 @@ from mrp_ground.arguments import checked
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.pruned_module import PrunedModule
-from mrp_lightning.loop.pruning_run import Output, Run
+from mrp_lightning.loop.pruning_run import Run
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.signals import Interrupted
@@ -121,11 +121,10 @@ class PruningCallback(Callback):
         pending = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
         if len(pending) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
-        output = Output(self.save_dir, self.overwrite, self.resume, self.run_directory)
-        run = Run(trainer, pl_module, self.settings, output)
+        run = Run(trainer, pl_module, self)
         # The run is checked before `start`, which changes the module: a refused run leaves it as it
         # was.
-        run.check(caller)
+        run.check()
         run.start()
         self._run = run
 

@@ -53,9 +53,6 @@ class OwnText:
 
     Each window consists of pieces of equal length, at most 256 tokens, and each piece is the
     start of a text. A pruning that has a journal keeps the windows in it.
-
-    Args:
-        trainer: The trainer, which has set up its strategy; `None` if there is none yet.
     """
 
     name = "the model's own text"

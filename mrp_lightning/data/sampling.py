@@ -73,10 +73,7 @@ class _InverseTransform(LogitsProcessor):
 
     The token of a number u is the first whose cumulative probability, in the order of the whole
     vocabulary, exceeds u. It gets the score 0 and all others −∞, so that greedy search takes it.
-
-    Args:
-        uniforms: Random numbers in [0, 1), one for each token of each window, (windows, length).
-        report: Called with the number of tokens that each window has so far.
+    `uniforms` are (windows, length); `report` is called with the length of the windows so far.
     """
 
     def __init__(self, uniforms: Tensor, report: Callable[[int], None]) -> None:

@@ -315,12 +315,9 @@ def needed_memory(module: Distillation, tokens: int) -> int:
     in a mask. Of two points of a step the larger counts: the end of the forward pass, with all
     activations and the last step's float32 gradients of what is kept, or the end of the backward
     pass, with the gradients of all trained weights. Activations are what autograd saves for a few
-    tokens, in proportion: attention must not save its matrix of weights (`sdpa` does not). With
-    gradient checkpointing they are those of one block, and the inputs of all.
-
-    Args:
-        module: The pruned and the dense model.
-        tokens: The number of tokens of a batch.
+    tokens, in proportion to the `tokens` of a batch: attention must not save its matrix of weights
+    (`sdpa` does not). With gradient checkpointing they are those of one block, and the inputs of
+    all.
     """
     model = module.model
     tables = {id(p) for table in module.embeddings() for p in table.parameters()}

@@ -164,8 +164,7 @@ class Journal(AbstractContextManager["Journal"]):
             resume: Whether an existing journal is resumed. Otherwise a new one replaces it.
             about: Facts about the run for its report; see `Manifest`.
             processes: The processes of the run; all of them must call this.
-            streamed: The blocks that stay in files. Their shards hold whole blocks, each as a file
-                of the checkpoint, and are read from here once they are written.
+            streamed: The blocks that stay in files; see `write`.
 
         Raises:
             JournalError: A live process holds the journal; its manifest is damaged, and it has
@@ -261,10 +260,7 @@ class Journal(AbstractContextManager["Journal"]):
 
         Process 0 alone writes. Of a streamed block, which must be in memory (`pinned`), all tensors
         are stored, and it is read from its shard from then on. If the step was done before with
-        other weights, all later steps are dropped.
-
-        Raises:
-            SaveError: The shard cannot be written. All earlier shards stay valid.
+        other weights, all later steps are dropped. After a SaveError all earlier shards stay valid.
         """
         if self._lock is None:
             return
@@ -321,12 +317,7 @@ class Journal(AbstractContextManager["Journal"]):
         All processes must call this, and `compute` is called by all of them or by none. If it is
         called, its result is returned unchanged; tensors that are read are on the CPU.
 
-        Args:
-            name: The name of the value, in lowercase letters and digits.
-            compute: Returns the tensors by name, the same in all processes.
-
-        Raises:
-            SaveError: The tensors cannot be written; in process 0 alone.
+        The name is of lowercase letters and digits.
         """
         # Process 0 decides for all: only it has the disk, and `compute` may be a collective call.
         is_stored = bool(self._processes.all(name in self.manifest.kept)[0])

@@ -4,11 +4,9 @@ import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,13 +45,13 @@ from mrp_lightning.loop.module_parts import (
 )
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir, journal_bytes
+from mrp_lightning.loop.trainer import Pruning
 from mrp_lightning.narrowing.blocks import ShorteningPlan, config_without, remove_blocks
 from mrp_lightning.narrowing.cutting import StreamedNarrowing, narrow
 from mrp_lightning.narrowing.structure import BLOCKS, NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job, Listener, steps_of
 from mrp_lightning.pruning.sequential import prune_model
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.shortening import shorten_model
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
@@ -113,24 +111,6 @@ def _explained(journal: Journal, listener: Listener, blocks: int) -> Iterator[No
         raise
 
 
-@dataclass(frozen=True)
-class Output:
-    """The destination of a pruning's result.
-
-    Attributes:
-        save_dir: The directory of the pruned model, `None` if it is not saved.
-        overwrite: Whether `save_dir` may be replaced.
-        resume: Whether to resume from an existing journal.
-        run_directory: The directory next to which the journal is written, if it is not `save_dir`.
-            Then the journal outlives the run.
-    """
-
-    save_dir: str | PathLike[str] | None = None
-    overwrite: bool = False
-    resume: bool = True
-    run_directory: Path | None = None
-
-
 class Run:
     """One run of `predict` that prunes.
 
@@ -139,8 +119,8 @@ class Run:
     Args:
         trainer: The trainer, which has set up its strategy.
         module: The LightningModule to prune.
-        settings: The settings of the pruning.
-        output: The destination of the result. With `fast_dev_run`, nothing is written.
+        callback: The settings of the pruning, and the directories of its result and its journal.
+            With `fast_dev_run`, nothing is written.
 
     Attributes:
         report: The report of the layers that are pruned, also after an error; empty before.
@@ -151,10 +131,9 @@ class Run:
     plan: Plan
     _about: dict[str, Any]
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, settings: Settings, output: Output
-    ) -> None:
-        self.trainer, self.module, self.settings, self.output = trainer, module, settings, output
+    def __init__(self, trainer: Trainer, module: LightningModule, callback: Pruning) -> None:
+        self.trainer, self.module, self._callback = trainer, module, callback
+        self.settings = callback.settings
         self.report = PruningReport({})
         self._changes = ExitStack()
         self._signals = unclaimed_signals()  # before Lightning installs its handler of SIGTERM
@@ -163,19 +142,16 @@ class Run:
         self._modules: dict[str, nn.Module] = {}  # as they were planned
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        self.save_dir = None if rehearsal else output.save_dir
-        self._journal_path = None if rehearsal else output.run_directory or output.save_dir
+        self.save_dir = None if rehearsal else callback.save_dir
+        self._journal_path = None if rehearsal else callback.run_directory or callback.save_dir
 
     @property
     def _processes(self) -> Processes:
         return processes_of(self.trainer)
 
-    def check(self, caller: str) -> None:
-        """Raise, before the data is read, if a process cannot prune or save its module.
-
-        `caller` is the name of the callback, for messages.
-        """
-        require_whole_models(self.trainer, caller)
+    def check(self) -> None:
+        """Raise, before the data is read, if a process cannot prune or save its module."""
+        require_whole_models(self.trainer, type(self._callback).__name__)
         # Process 0 alone checks the disk, and the others must not go on without it.
         with refuse_together(self._processes):
             self._check()
@@ -190,7 +166,7 @@ class Run:
                 check_save_dir(
                     self.save_dir,
                     module,
-                    overwrite=self.output.overwrite,
+                    overwrite=self._callback.overwrite,
                     journal_bytes=journal_bytes(
                         self._journal_path, module, whole=self.settings.structure is None
                     ),
@@ -246,7 +222,7 @@ class Run:
         `Journal.kept`.
         """
         stored = None
-        if self._processes.rank == 0 and self.output.resume and self._journal_path is not None:
+        if self._processes.rank == 0 and self._callback.resume and self._journal_path is not None:
             stored = read_kept(self._journal_path, name)
         stored = self._processes.all(stored)[0]
         self._kept[name] = compute() if stored is None else stored
@@ -337,7 +313,7 @@ class Run:
                     self.trainer.callback_metrics[f"prune/{name}"] = torch.tensor(total)
         grid = {name: x for result in listener.results for name, x in result.grid.items()}
         # A journal of a run with a directory of its own outlives the saving of the model.
-        leaves = self.output.run_directory is not None
+        leaves = self._callback.run_directory is not None
         return PrunedModule(self.module, self.report, grid, None if leaves else job.journal)
 
     def _journal(self) -> Journal | None:
@@ -347,7 +323,7 @@ class Run:
         journal = Journal.open(
             self._journal_path,
             self._fingerprint(),
-            resume=self.output.resume,
+            resume=self._callback.resume,
             about=self._about,
             processes=self._processes,
             streamed=streamed_blocks(self.module),
@@ -464,7 +440,7 @@ class Run:
         """Return the location of the pruned model, for the summary."""
         if self.save_dir is not None:
             return f"The model is in {self.save_dir}."
-        reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
+        reason = "no `save_dir`" if self._callback.save_dir is None else "`fast_dev_run`"
         return f"The model is pruned in memory only ({reason})."
 
     def _narrow(self, structure: Structure) -> dict[str, Any]:

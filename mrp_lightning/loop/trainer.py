@@ -95,18 +95,11 @@ class Trainer(pl.Trainer):
     ) -> Any:
         """Run `predict_step` over the data; see `lightning.pytorch.Trainer.predict`.
 
-        Args:
-            model: A LightningModule, a Hugging Face model, its path or hub id, or any module, which
-                is called with the batch, its first item if it is a list, or its entries if it is a
-                mapping.
-            dataloaders: One or several dataloaders.
-            datamodule: A datamodule that gives the dataloaders in their place.
-            return_predictions: Whether to return the results of `predict_step`. `None` means true,
-                except with strategies that spawn or fork workers.
-            ckpt_path: A Lightning checkpoint of the model.
-            weights_only: Whether to unpickle only tensors and plain containers from the checkpoint,
-                since other objects can run code. `None` means true.
-            callbacks: Callbacks for this call only, together with the trainer's own.
+        `model` may be a Hugging Face model, too, its path or hub id, or any module, which is called
+        with the batch, its first item if it is a list, or its entries if it is a mapping. The
+        `callbacks` are for this call only, together with the trainer's own. From a checkpoint only
+        tensors and plain containers are unpickled unless `weights_only` is false, since other
+        objects can run code.
 
         Returns:
             The results of `predict_step` on the CPU, a list for each of several dataloaders; `None`
@@ -233,7 +226,10 @@ class Pruning(Protocol):
 
     settings: Settings
     report: PruningReport | None
+    save_dir: Path | None
     run_directory: Path | None
+    overwrite: bool
+    resume: bool
 
     def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return tensors that a run in progress keeps in its journal; see `Run.kept`."""

@@ -45,12 +45,8 @@ def name_class_of_files(config: PreTrainedConfig, directory: Path, names: Iterab
     Embedding models are published so: the weights of a `BertModel`, and a config.json of the
     `BertForMaskedLM` that was trained. A head that is tied to the embeddings is in no file; there
     the base class counts if the directory is one of sentence-transformers. A head of which the
-    files hold some weights is one, and `misfits` refuses what lacks.
-
-    Args:
-        config: The configuration, whose `architectures` is changed; a log line says so.
-        directory: The directory of the checkpoint.
-        names: The names of the tensors in its files; none if they are not here.
+    files hold some weights is one, and `misfits` refuses what lacks. `architectures` of the
+    configuration is changed; `names` are those of the tensors in the files, none if unknown.
     """
     base = MODEL_MAPPING.get(type(config), None)
     is_plain = not hasattr(config, "auto_map") and not hasattr(config, "quantization_config")

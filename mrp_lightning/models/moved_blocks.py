@@ -15,11 +15,7 @@ from mrp_lightning.upstream.torch_names import APPLY
 class MovedBlocks(ABC):
     """Base class of stores that bring each block to its device for its `forward`.
 
-    A block moves when its `forward` is called, so a block whose `forward` is a stub stays where it
-    is.
-
-    Args:
-        blocks: The blocks; with none, nothing is moved.
+    A block moves when its `forward` is called: one whose `forward` is a stub stays where it is.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:

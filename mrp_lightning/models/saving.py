@@ -47,10 +47,8 @@ def save_pretrained(
         directory: An existing directory, as `save_directory` gives it.
         tokenizer: Tokenizer to write next to the model, with its chat template.
         dtype: Precision of the stored floating weights. `None` means that of the source checkpoint
-            (`model.config.dtype`, and float32 for weights that are float32 in its files), so that a
-            model that was calibrated in another precision is stored as it was published. Weights
-            that transformers always keeps in float32, such as the biases of some routers, stay in
-            float32.
+            (`model.config.dtype`, and float32 for weights that are float32 in its files). Weights
+            that transformers always keeps in float32, such as the biases of some routers, stay so.
         card: Text of the model card, `README.md`.
         state: The weights to write, by their names in the model; `None` means all.
 

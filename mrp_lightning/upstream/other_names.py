@@ -116,11 +116,8 @@ def loading_weights_by(load_weights: Callable[..., Any]) -> Iterator[None]:
     It locates the files, builds the model on the meta device, computes tensors that no file holds
     (such as rotary tables), ties weights and reports. Seen in transformers 5.23. Replacement: an
     argument that leaves weights in their files. The only one, accelerate's `device_map`, writes
-    stacked experts to the disk once more.
-
-    Args:
-        load_weights: Called with the built model, its state, the names of its files and the loading
-            options; returns the loading report and `None`.
+    stacked experts to the disk once more. `load_weights` is called with the built model, its state,
+    the names of its files and the loading options, and returns the loading report and `None`.
     """
     from transformers import PreTrainedModel
 
@@ -238,14 +235,9 @@ def _bounded_reader() -> type[Any]:
 def take_alone(parser: Any, group: str, key: str, is_value: Callable[[str], bool]) -> None:
     """Let `--group VALUE`, and `group: VALUE` in YAML, set the option `group.key`.
 
-    Seen in jsonargparse 4.53, where the option of a group only takes a file with the group's
-    content. Replacement: a public way to accept other values.
-
-    Args:
-        parser: The parser, to which the group was added with `sub_configs`.
-        group: The name of a group of options.
-        key: The option of the group that gets the value.
-        is_value: Returns whether a string is such a value, not the name or the content of a file.
+    `is_value` returns whether a string is such a value, not the name or the content of a file. The
+    group was added with `sub_configs`. Seen in jsonargparse 4.53, where the option of a group only
+    takes a file with the group's content. Replacement: a public way to accept other values.
     """
     (action,) = (each for each in parser._actions if each.dest == group)
     load = action._load_config
