@@ -51,7 +51,7 @@ def main() -> None:
     data = TextDataModule(num_samples=WINDOWS, sequence_length=LENGTH, tokenizer=str(STDLIB_LLAMA))
     data.setup("predict")
     data.setup("test")
-    calibration, unseen = data.calibration_windows(), data.evaluation_windows("test")[:16]
+    calibration, unseen = data.calibration_windows(), data.windows("test").ids[:16]
     dense = CausalLM(str(STDLIB_LLAMA)).model
     states = hidden_states(dense, unseen)
     errors = {}

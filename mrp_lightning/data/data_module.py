@@ -362,16 +362,12 @@ class TextDataModule(LightningDataModule):
         """
         return self._mixture().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
-    def evaluation_windows(self, split: Split) -> Tensor:
-        """Return consecutive windows of the joined `documents`, (windows, sequence_length), int64.
-
-        A text that is shorter than a window gives a single shorter one, with a warning; fewer than
-        eight tokens raise a DataError.
-        """
-        return self.windows(split).ids
-
     def windows(self, split: Split, limit: int | None = None) -> Windows:
-        """Return `evaluation_windows` as a dataset, at most `limit` of them (`None`: all)."""
+        """Return consecutive windows of the joined `documents`, at most `limit` (`None`: all).
+
+        Their `ids` are (windows, sequence_length), int64. A text that is shorter than a window
+        gives a single shorter one, with a warning; fewer than eight tokens raise a DataError.
+        """
         text = self._text(split)
         return text.windows(self._cutter(text.bos), split, limit)
 

@@ -38,7 +38,7 @@ def data(text):
 def test_it_stands_before_every_window(data, template, prefix):
     made, size = data(template), 16 - len(prefix)
     bare = tokenizer_with(template)(TEXT, add_special_tokens=False).input_ids
-    evaluated = made.evaluation_windows("test").tolist()
+    evaluated = made.windows("test").ids.tolist()
     assert len(evaluated) == len(bare) // size
     for number, window in enumerate(evaluated):
         assert window == prefix + bare[number * size : (number + 1) * size]
@@ -59,12 +59,12 @@ def test_without_one_both_ways_are_the_same(data, template):
     window, text = (data(template, bos=bos) for bos in ("window", "text"))
     assert window.bos == data(template).bos
     assert torch.equal(window.calibration_windows(), text.calibration_windows())
-    assert torch.equal(window.evaluation_windows("test"), text.evaluation_windows("test"))
+    assert torch.equal(window.windows("test").ids, text.windows("test").ids)
     assert all(isinstance(batch, torch.Tensor) for batch in window.test_dataloader())
 
 
 def test_text_puts_it_once_before_the_text(data):
-    evaluated = data("[E] $A", bos="text").evaluation_windows("test")
+    evaluated = data("[E] $A", bos="text").windows("test").ids
     assert evaluated[0, 0] == 0
     assert (evaluated == 0).sum() == 1
 
@@ -91,7 +91,7 @@ def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, cap
     with caplog.at_level("INFO"):
         Trainer(**QUIET, callbacks=save).test(lm, datamodule=made, verbose=False)
     losses = []
-    for window in made.evaluation_windows("test"):
+    for window in made.windows("test").ids:
         logits = lm.model(window[None]).logits[0].double()
         for position in range(3, length):  # from 0 and 1 nothing is predicted, nor token 2
             losses.append(-logits[position - 1].log_softmax(-1)[window[position]])
@@ -101,7 +101,7 @@ def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, cap
     assert (found["context"], found["prefix"]) == (length, 2)
     recorded = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert recorded["perplexity"]["text"]["prefix"] == 2
-    tokens = made.evaluation_windows("test").numpy().tobytes()
+    tokens = made.windows("test").ids.numpy().tobytes()
     assert recorded["perplexity"]["text"]["checksum"] == crc32(tokens)
     said = f"{found['windows']} windows, BOS before each, {len(losses):,} predicted tokens)"
     assert said in caplog.text
@@ -119,7 +119,7 @@ def test_that_there_is_none_is_said_too(data, tiny_llama, caplog):
         assert lm.evaluation["text"]["prefix"] == 0
         assert "windows, no BOS before each, " in caplog.text
         caplog.clear()
-        Trainer(**QUIET).test(lm, data("$A").evaluation_windows("test")[:, None], verbose=False)
+        Trainer(**QUIET).test(lm, data("$A").windows("test").ids[:, None], verbose=False)
     assert "prefix" not in lm.evaluation["text"]
     assert "BOS" not in caplog.text
 

@@ -60,7 +60,7 @@ def test_few_windows_of_a_long_text_are_those_of_the_whole(tmp_path, tokenizer, 
 
     data = module(eval_files=str(file), tokenizer=Counted.from_pretrained(STDLIB_LLAMA))
     windows = data.windows("test", limit)
-    assert torch.equal(windows.ids, module(eval_files=str(file)).evaluation_windows("test")[:limit])
+    assert torch.equal(windows.ids, module(eval_files=str(file)).windows("test").ids[:limit])
     assert (max(lengths) < len(file.read_text()) / 2) == (limit < 10**6)
 
 
@@ -108,8 +108,8 @@ def test_datasets_by_object_and_by_directory(files, tmp_path):
         data = module(dataset=source)
         assert torch.equal(data.calibration_windows(), from_files.calibration_windows())
         for split in ("validation", "test"):  # without a test split, test reads validation
-            windows = data.evaluation_windows(split)
-            assert torch.equal(windows, from_files.evaluation_windows(split))
+            windows = data.windows(split).ids
+            assert torch.equal(windows, from_files.windows(split).ids)
     with pytest.raises(ValueError, match=r"no column 'body'\. Name one of \['text'\]"):
         module(dataset=splits, text_column="body").calibration_windows()
     with pytest.raises(ValueError, match=r"no split 'train', but \['validation'\]"):
@@ -151,7 +151,7 @@ def test_missing_files_are_all_listed(tmp_path):
 def test_a_text_that_cannot_fill_a_window_is_one_shorter_window(files, tokenizer):
     data = module(train_files=files, eval_files=files, sequence_length=10**6, num_samples=1)
     with pytest.warns(UserWarning, match=r"The test text has only [\d,]+ tokens: its windows"):
-        windows = data.evaluation_windows("test")
+        windows = data.windows("test").ids
     joined = "\n\n".join(data.documents("test"))
     ids = torch.tensor(tokenizer(joined, add_special_tokens=False).input_ids)
     text = windows[:, -len(windows[0]) + len(data._cutter("window").prefix) :]
@@ -162,14 +162,14 @@ def test_a_text_that_cannot_fill_a_window_is_one_shorter_window(files, tokenizer
     with pytest.raises(DataError, match=r"`train_files`: this stage reads text"):
         module(eval_files=files).calibration_windows()
     with pytest.raises(DataError, match=r"`eval_files`: this stage reads text"):
-        module(train_files=files).evaluation_windows("test")
+        module(train_files=files).windows("test")
 
 
 def test_hardly_a_token_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("x = 1")
     data = module(train_files=str(tmp_path), hold_out=True)
     with pytest.raises(DataError, match=r"the held-out text has only 1 token, less"):
-        data.evaluation_windows("test")
+        data.windows("test")
 
 
 def test_conversations_are_read_by_the_chat_template(tmp_path, tokenizer):
@@ -221,7 +221,7 @@ def test_white_space_is_no_text(tmp_path, content):
     path = tmp_path / "text.txt"
     path.write_text(content)
     data = module(train_files=str(path), eval_files=str(path))
-    for windows in (data.calibration_windows, lambda: data.evaluation_windows("test")):
+    for windows in (data.calibration_windows, lambda: data.windows("test").ids):
         with pytest.raises(DataError, match="text is empty, or white space alone"):
             windows()
 

@@ -92,7 +92,7 @@ def test_several_texts_are_evaluated_by_the_names_given(tmp_path):
     loaders = data.test_dataloader()
     assert list(loaders) == ["first", "second"]
     for name, path in names.items():
-        alone = TextDataModule(eval_files=path, **common).evaluation_windows("test")
+        alone = TextDataModule(eval_files=path, **common).windows("test").ids
         assert torch.equal(torch.cat(list(loaders[name])), alone)
     with pytest.raises(OptionError, match=r"'absent.txt' unknown. Expected stdlib, c4"):
         TextDataModule(evaluation={"x": "absent.txt"})
