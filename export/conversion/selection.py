@@ -17,7 +17,7 @@ from export.conversion.checkpoint import Checkpoint, require_finite, tracked, we
 from export.conversion.claims import Claim, Claims
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
-from mrp_lightning.models.integrity import larger
+from mrp_lightning.models.integrity import surplus_blocks
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.grid import Grid, grid_of_bits
 from mrp_lightning.solver.patterns import Unstructured
@@ -305,7 +305,7 @@ class _Search:
                 choices.append(self._examine(choice, tensor, reasons.get(name)))
         # The files are compared with the model before the report is: with the wrong configuration,
         # layers would seem to be missing from the model.
-        if problem := larger(checkpoint.path, model, stored_names):
+        if problem := surplus_blocks(checkpoint.path, model, stored_names):
             raise FormatError(problem)
         unseen = expected - {choice.name for choice in choices}
         without_matrix = _without_matrix(model, unseen, converted)

@@ -77,7 +77,7 @@ def _built(options: Namespace) -> nn.Module:
     # Imported late, since a wrong pattern need not wait for transformers.
     from mrp_lightning.models.checkpoint import build_without_weights, stored_names
     from mrp_lightning.models.gguf import located
-    from mrp_lightning.models.integrity import larger
+    from mrp_lightning.models.integrity import surplus_blocks
     from mrp_lightning.models.loading import load_config
 
     trust = options.trust_remote_code
@@ -86,7 +86,7 @@ def _built(options: Namespace) -> nn.Module:
     model = build_without_weights(config, trust_remote_code=trust)
     # The listing follows the configuration: if the files hold more blocks than it makes, the
     # listing would be short without a sign of it.
-    if problem := larger(options.model, model, stored_names(Path(source).expanduser())):
+    if problem := surplus_blocks(options.model, model, stored_names(Path(source).expanduser())):
         raise TargetError(f"`model`: {problem}")
     return model
 

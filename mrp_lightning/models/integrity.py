@@ -133,14 +133,14 @@ def misfits(
             f"random: {', '.join(missing)}. Fetch the files again, or name their own class in "
             "`architectures` of config.json."
         )
-    return larger(source, model, loading["unexpected_keys"])
+    return surplus_blocks(source, model, loading["unexpected_keys"])
 
 
 RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|\bmasked_bias$|\b(attn|attention)\.bias$")
 """Names of tensors in old files that transformers computes anew, if a model lacks them."""
 
 
-def left_out(
+def unexpected_tensors(
     source: str | os.PathLike[str], model: PreTrainedModel, names: Iterable[str]
 ) -> str | None:
     """Return which tensors of a checkpoint its model has no place for, `None` if it has all.
@@ -149,8 +149,8 @@ def left_out(
     that transformers computes anew do not count.
     """
     names = sorted(names)
-    # `larger` refuses more blocks than the family has.
-    further = {name for name, *_ in _beyond(model, _blocks_of(model), names)}
+    # `surplus_blocks` refuses more blocks than the family has.
+    further = {name for name, *_ in _tensors_beyond(model, _blocks_of(model), names)}
     lost = [n for n in names if not RECOMPUTED.search(n) and n not in further]
     if not lost:
         return None
@@ -163,7 +163,7 @@ def left_out(
     )
 
 
-def larger(
+def surplus_blocks(
     source: str | os.PathLike[str], model: PreTrainedModel, names: Iterable[str]
 ) -> str | None:
     """Return how a checkpoint's model is larger than its configuration says, `None` if it is not.
@@ -173,7 +173,7 @@ def larger(
     made, surplus = _blocks_of(model), dict[str, set[int]]()
     # Some families have blocks for multi-token prediction after the last one.
     further = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    for _, blocks, index in _beyond(model, made, names):
+    for _, blocks, index in _tensors_beyond(model, made, names):
         if index >= made[blocks] + further:
             surplus.setdefault(blocks, set()).add(index)
     if not surplus:
@@ -189,13 +189,13 @@ def larger(
     )
 
 
-def _beyond(
+def _tensors_beyond(
     model: PreTrainedModel, made: Mapping[str, int], names: Iterable[str]
 ) -> Iterator[tuple[str, str, int]]:
     """Yield the tensors in blocks after the last of `made`: name, list of blocks, index in it."""
     for name in names:
         # The names in a checkpoint of the base model lack the first part.
-        for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
+        for blocks, index in (*_indices(name), *_indices(f"{model.base_model_prefix}.{name}")):
             if blocks in made and index >= made[blocks]:
                 yield name, blocks, index
 
@@ -204,12 +204,12 @@ def _blocks_of(model: nn.Module) -> dict[str, int]:
     """Return the number of blocks in each list of a model, by the list's name."""
     counts: dict[str, int] = {}
     for name in model.state_dict():
-        for blocks, index in _places(name):
+        for blocks, index in _indices(name):
             counts[blocks] = max(counts.get(blocks, 0), index + 1)
     return counts
 
 
-def _places(name: str) -> Iterator[tuple[str, int]]:
+def _indices(name: str) -> Iterator[tuple[str, int]]:
     """Yield the lists of blocks that contain a tensor, by its name, with the index in each."""
     for part in re.finditer(r"\.(\d+)(?=\.)", name):
         yield name[: part.start()], int(part[1])

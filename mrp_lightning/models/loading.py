@@ -53,10 +53,10 @@ from mrp_lightning.models.integrity import (
     check_files,
     check_values,
     explained_damage,
-    left_out,
     misfits,
     not_loaded,
     read_pickle,
+    unexpected_tensors,
 )
 from mrp_lightning.models.locations import find_gguf, is_path, require_model
 from mrp_lightning.upstream.other_names import conversions_at_loading, dtypes_kept
@@ -206,8 +206,8 @@ def _load_pretrained(
             **options,
         )
     model, loading = loaded
-    problem = misfits(source, model, loading) or left_out(source, model, loading["unexpected_keys"])
-    if problem:
+    unexpected = loading["unexpected_keys"]
+    if problem := misfits(source, model, loading) or unexpected_tensors(source, model, unexpected):
         raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
