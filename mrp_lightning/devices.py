@@ -60,9 +60,7 @@ def warn_of_unused_gpu() -> None:
         "this machine has one, check `nvidia-smi`: CUDA 13 needs a driver 580 or newer, a "
         "container its `--gpus all`, and torch for an older driver comes from "
         "https://download.pytorch.org/whl/cu126. If it has none, set CUDA_VISIBLE_DEVICES=-1.",
-        torch.__version__,
-        torch.version.cuda,
-        reason,
+        *(torch.__version__, torch.version.cuda, reason),
     )
 
 

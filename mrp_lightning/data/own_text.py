@@ -171,8 +171,7 @@ def _on_device(trainer: Trainer) -> Iterator[None]:
                 "`calibration: self` with `offload`: %s does not hold all blocks, so that every "
                 "token of a batch brings %.1f GB to it. If that takes too long, write the text "
                 "where they fit, or name a text in `data.calibration`.",
-                offload.device,
-                offload.num_bytes / 1e9,
+                *(offload.device, offload.num_bytes / 1e9),
             )
         yield
 

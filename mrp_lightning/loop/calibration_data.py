@@ -184,10 +184,8 @@ def _warn_of_little_text(plan: Plan, sizes: Sequence[int], words: int) -> None:
             "columns: with fewer tokens than columns, the text says nothing of some of its inputs. "
             "Give more or longer windows (`num_samples`, `sequence_length`), several times as many "
             "tokens as columns.",
-            counted(tokens, "token"),
-            counted(len(sizes), "different window"),
-            widest.name,
-            f"{widest.columns:,}",
+            *(counted(tokens, "token"), counted(len(sizes), "different window")),
+            *(widest.name, f"{widest.columns:,}"),
         )
     if words <= _FEW_WORDS:
         log.warning(

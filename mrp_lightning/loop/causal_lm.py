@@ -25,11 +25,7 @@ from mrp_lightning.loop.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.models.causal import load_causal
 from mrp_lightning.models.integrity import explained_checkpoint
-from mrp_lightning.models.loading import (
-    tokenizer_files,
-    tokenizer_from_files,
-    wider_dtypes,
-)
+from mrp_lightning.models.loading import tokenizer_files, tokenizer_from_files, wider_dtypes
 from mrp_lightning.targets.blocks import find_blocks, pruned_layers, refuse_not_finite
 from mrp_lightning.upstream.torch_names import recomputed_buffers
 

@@ -11,23 +11,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
 from torch.distributed import is_initialized as has_group
 
 from mrp_lightning.environment import progress_log
-from mrp_lightning.errors import (
-    FAILED,
-    DataError,
-    NumericalWarning,
-    ProcessError,
-    StrategyError,
-)
+from mrp_lightning.errors import FAILED, DataError, NumericalWarning, ProcessError, StrategyError
 from mrp_lightning.processes import Processes
 from mrp_lightning.upstream import torch_names
 from mrp_lightning.upstream.other_names import strategy_as_given, works_in_children
@@ -234,8 +224,6 @@ def _end(left: threading.Event, processes: Processes, reason: str) -> None:
         return
     log.error(
         "Process %d of %d ends: %s. Mend that, and run all of them again.",
-        processes.rank,
-        processes.size,
-        reason,
+        *(processes.rank, processes.size, reason),
     )
     os._exit(FAILED)

@@ -82,10 +82,7 @@ def _warn_of_rounding(plan: Plan, sparsity: float) -> None:
     if abs(count / number - sparsity) > _FAR:
         log.warning(
             "`sparsity` %g of %s removes %d of them, which is %.0f%%.",
-            sparsity,
-            parts,
-            count,
-            100 * count / number,
+            *(sparsity, parts, count, 100 * count / number),
         )
 
 
@@ -384,22 +381,16 @@ class Run:
         if totals["already_pruned"]:
             log.warning(
                 "%d of %d layers already had the pattern %s: little or nothing was removed there.",
-                totals["already_pruned"],
-                totals["layers"],
-                recipe.pattern,
+                *(totals["already_pruned"], totals["layers"], recipe.pattern),
             )
-        zeros_note = ""
-        if "zeros_before" in totals:
-            zeros = totals["zeros_before"]
-            zeros_note = (
-                f" (against these weights as they were, {zeros:.0%} of which were zero before)"
-            )
+        zeros = totals.get("zeros_before", 0)
+        zeros_note = f" (against these weights as they were, {zeros:.0%} of which were zero before)"
         rank_zero_info(
             f"Pruned {counted(totals['layers'], 'layer')} to {self.settings.recipe} with "
             f"{recipe.method} in {totals['seconds']:.1f} s: {totals['share']:.0%} of the model's "
             f"weights are in them, {1 - totals['share']:.0%} are left dense. Mean output error of "
-            f"a layer, relative to its output: {totals['relative_loss']:.4f}{zeros_note}. "
-            f"{self._where}"
+            f"a layer, relative to its output: {totals['relative_loss']:.4f}"
+            f"{zeros_note * bool(zeros)}. {self._where}"
         )
         if reasons := {row.name: row.skipped for row in self.report.layers if row.skipped}:
             groups = [f"{layers}: {reason}" for layers, reason in alike(reasons)]

@@ -11,11 +11,7 @@ from zipfile import is_zipfile
 
 import torch
 from huggingface_hub import get_safetensors_metadata, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    NotASafetensorsRepoError,
-    SafetensorsParsingError,
-)
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
