@@ -45,11 +45,7 @@ class SaveModel(Callback):
 
     @checked
     def __init__(
-        self,
-        save_dir: str | PathLike[str],
-        *,
-        dtype: str | None = None,
-        overwrite: bool = False,
+        self, save_dir: str | PathLike[str], *, dtype: str | None = None, overwrite: bool = False
     ) -> None:
         self.save_dir = output_path(save_dir)
         self.dtype, self.overwrite = dtype, overwrite

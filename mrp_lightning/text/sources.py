@@ -429,10 +429,7 @@ _LAMBADA = PublishedText(  # the paper measures it as a zero-shot task
     repository="cimec/lambada",
     revision="main",
     column="text",
-    train=(
-        "plain_text/train-00000-of-00002.parquet",
-        "plain_text/train-00001-of-00002.parquet",
-    ),
+    train=("plain_text/train-00000-of-00002.parquet", "plain_text/train-00001-of-00002.parquet"),
 )
 
 PUBLISHED = {text.name: text for text in (_WIKITEXT2, _PTB, _C4, _LAMBADA)}
