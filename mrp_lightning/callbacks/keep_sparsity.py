@@ -103,7 +103,9 @@ class KeepSparsity(Callback):
         """Remove the hooks from the optimizers."""
         self._release()
 
-    on_exception = on_train_end
+    def on_exception(self, *_: Any) -> None:
+        """Remove the hooks from the optimizers."""
+        self._release()
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
