@@ -20,7 +20,7 @@ from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, ProcessError, StrategyError
 from mrp_lightning.processes import Processes
 from mrp_lightning.upstream import torch_names
-from mrp_lightning.upstream.other_names import strategy_as_given, works_in_children
+from mrp_lightning.upstream.other_names import works_in_children
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
     else:
         problem = "is none that it knows"
     raise StrategyError(
-        f"{caller} needs the whole model in each process. Strategy {_name_of(trainer)!r} "
+        f"{caller} needs the whole model in each process. The {type(strategy).__name__} "
         f"{problem}. Use strategy='ddp', in which several processes share the work, or "
         "Trainer(devices=1, strategy='auto'); for a model larger than the device, `offload: true`."
     )
@@ -65,8 +65,8 @@ def require_whole_parameters(trainer: Trainer, caller: str) -> None:
     """Raise a `StrategyError` if a process holds only parts of the weights, but for FSDP2."""
     if _shards(trainer.strategy) and not is_sharded_later(trainer):
         raise StrategyError(
-            f"{caller} needs whole weights, or parameters that FSDP2 shards one by one. Got "
-            f"strategy {_name_of(trainer)!r}. Use `strategy='ddp'`, a single device, or "
+            f"{caller} needs whole weights, or parameters that FSDP2 shards one by one. Got a "
+            f"{type(trainer.strategy).__name__}. Use `strategy='ddp'`, a single device, or "
             "`ModelParallelStrategy`."
         )
 
@@ -78,12 +78,6 @@ def is_sharded_later(trainer: Trainer) -> bool:
 
 def _shards(strategy: Any) -> bool:
     return any(kind.__name__ in _SHARDING for kind in type(strategy).__mro__)
-
-
-def _name_of(trainer: Trainer) -> str:
-    """Return the strategy as the user named it, or the name of a strategy object's class."""
-    flag = strategy_as_given(trainer)
-    return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 
 def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:

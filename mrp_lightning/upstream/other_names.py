@@ -45,15 +45,6 @@ def spawns_workers(trainer: Any) -> bool:
     return works_in_children(trainer) and not trainer.strategy.launcher.is_interactive_compatible
 
 
-def strategy_as_given(trainer: Any) -> Any:
-    """Return the `strategy` argument of a trainer, a string or an object.
-
-    Seen in Lightning 2.6. Messages name the strategy as the user did. Replacement: a property of
-    trainers.
-    """
-    return trainer._accelerator_connector._strategy_flag
-
-
 def predict_data(trainer: Any) -> Any:
     """Return the datamodule or the dataloaders of the present `predict`.
 

@@ -227,9 +227,9 @@ def test_tokens_that_the_model_does_not_know(wrong, llama, quiet):
 @pytest.mark.parametrize(
     ("strategy", "problem"),
     [
-        (DDPStrategy(start_method="spawn"), "'DDPStrategy' runs in workers that are spawned"),
-        ("ddp_spawn", "'ddp_spawn' runs in workers that are spawned"),
-        (ModelParallelStrategy(), "'ModelParallelStrategy' shards the model"),
+        (DDPStrategy(start_method="spawn"), "DDPStrategy runs in workers that are spawned"),
+        ("ddp_spawn", "DDPStrategy runs in workers that are spawned"),
+        (ModelParallelStrategy(), "ModelParallelStrategy shards the model"),
     ],
 )
 def test_strategies_without_whole_models_are_refused_by_name(strategy, problem, llama, quiet):
@@ -241,7 +241,7 @@ def test_strategies_without_whole_models_are_refused_by_name(strategy, problem, 
 def test_no_worker_is_started_to_be_refused(llama, loader, quiet, monkeypatch):
     trainer = Trainer(strategy="ddp_notebook", devices=2, **quiet)
     monkeypatch.setattr(type(trainer.strategy.launcher), "launch", None)
-    with pytest.raises(StrategyError, match="'ddp_notebook' runs in workers"):
+    with pytest.raises(StrategyError, match="DDPStrategy runs in workers"):
         trainer.predict(llama(), loader, callbacks=[MRPCallback(pattern="2:4")])
 
 

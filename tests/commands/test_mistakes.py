@@ -179,7 +179,7 @@ def test_an_accelerator_that_is_not_there(arguments, capsys, monkeypatch):
     [
         ("fsdp", "`trainer`: Lightning refuses it: The strategy `fsdp` requires a GPU"),
         ("ddp_spawn", "`trainer.strategy`: this one spawns workers .* Use `ddp`"),
-        ("ddp_notebook", "'ddp_notebook' runs in workers .* Use strategy='ddp'"),
+        ("ddp_notebook", "DDPStrategy runs in workers .* Use strategy='ddp'"),
     ],
 )
 def test_strategies_that_cannot_prune_are_refused_in_a_line(strategy, reason, arguments, capsys):
