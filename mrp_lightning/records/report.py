@@ -247,7 +247,8 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     settings = {key: report.config.get(key) for key in keys}
     own = {key: value for key, value in settings.items() if value is not None}
     earlier = report.provenance.get("pruned_before")
-    return [*(x for x in (earlier or ()) if isinstance(x, dict)), own]
+    known = earlier if isinstance(earlier, list) else []
+    return [*(x for x in known if isinstance(x, dict)), own]
 
 
 _WIDTH = 80
