@@ -1,6 +1,5 @@
 """Collect the Hessians of layers while the model runs."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -49,8 +48,7 @@ def blend(expert: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor,
 
         s = max(0, 1 − n / m),  H = (1 − s)·H_own + s·H_pool
 
-    as if the missing m − n tokens were like those of an average expert. Returns H and s. If s > 0
-    and the pool has no tokens, a HessianError is raised.
+    as if the missing m − n tokens were like those of an average expert. Returns H and s.
     """
     s = max(0.0, 1 - expert.num_tokens / (TOKENS_PER_COLUMN * expert.columns))
     if s == 0:
@@ -68,15 +66,13 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
     Experts run in parallel and feed no other calibrated layer of their block, so pruning some
     leaves the inputs of the others unchanged; only the pooled Hessian then sees inner activations
     of experts that are already pruned. All other layers come last, since they may feed the experts.
-    If the experts fit into one group, all layers are one group.
     """
     experts: dict[tuple[int, int], list[Layer]] = {}
     for layer in layers:
         if isinstance(layer, Expert):
             experts.setdefault((id(layer.module), layer.index), []).append(layer)
     other_layers = [layer for layer in layers if not isinstance(layer, Expert)]
-    parts: list[list[Layer]] = []
-    free = 0
+    parts, free = list[list[Layer]](), 0
     # Greedy, in the order of the model: the matrices of one expert share their rows, so they stay
     # in one pass, and an expert larger than the limit gets a pass of its own.
     for expert in experts.values():
@@ -89,96 +85,6 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
     if len(parts) <= 1:
         return [list(layers)]
     return [*parts, *([other_layers] if other_layers else [])]
-
-
-class _Watch(ABC):
-    """A base class that passes the inputs of layers to `note`, and of experts to `note_expert`.
-
-    The input of a weight that is used without calling its module (Mamba's `dt_proj.weight @ x`)
-    is taken from the products with that weight.
-
-    Args:
-        layers: The layers to observe.
-        padding: Separates tokens from padding.
-        others: Further experts, which are observed like the layers.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], padding: Padding, others: Sequence[Expert] = ()
-    ) -> None:
-        self.layers = list(layers)
-        self._padding = padding
-        self._others = list(others)
-        self._inside: set[int] = set()
-        self._rows: dict[Hashable, Tensor | None] = {}  # by expert: which rows are tokens
-
-    @abstractmethod
-    def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
-        """Observe the input x of a layer; the key identifies the tensor, `None` if unknown."""
-
-    @abstractmethod
-    def note_expert(self, expert: Expert, tokens: Tensor) -> None:
-        """Observe the input of an expert's matrix, (tokens, columns)."""
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Observe the layers in this context."""
-        with ExitStack() as stack:
-            experts = [layer for layer in self.layers if isinstance(layer, Expert)]
-            for layer in self.layers:
-                if isinstance(layer, Expert):
-                    continue
-                module = layer.module
-                enter, leave = partial(self._enter, layer), partial(self._leave, layer)
-                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-                stack.enter_context(module.register_forward_hook(leave, always_call=True))
-            stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
-            stack.enter_context(_one_by_one(experts))
-            # The rows of an expert that are tokens are known only from its first matrix, so that
-            # one is observed even if it is not pruned.
-            by_identity = {id(layer): layer for layer in self.layers}
-            keys = {layer.key for layer in self.layers}
-            for expert in [*self._others, *(e.first for e in (*experts, *self._others))]:
-                if expert.key not in keys:
-                    keys.add(expert.key)
-                    by_identity[id(expert)] = expert
-            stack.enter_context(Products(list(by_identity.values()), self._multiplied))
-            yield
-
-    def end_batch(self) -> None:
-        """Release the tensors of a batch."""
-        self._rows.clear()
-        self._inside.clear()
-
-    def _enter(
-        self, layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._inside.add(id(layer))
-        x = args[0] if args else kwargs[next(iter(kwargs))]
-        # The version changes if a tensor is modified in place between two layers.
-        self.note(layer, x, (id(x), times_changed(x), layer.reading))
-
-    def _leave(self, layer: Layer, *_: Any) -> None:
-        self._inside.discard(id(layer))
-
-    def _multiplied(self, layer: Layer, x: Tensor) -> None:
-        if isinstance(layer, Expert):
-            self._routed(layer, x)
-        elif id(layer) not in self._inside:
-            self.note(layer, x, None)
-
-    def _routed(self, expert: Expert, x: Tensor) -> None:
-        """Separate tokens from padding in the rows of an expert's matrix.
-
-        The rows of the second matrix are those of the first, in the same order.
-        """
-        of = (id(expert.module), expert.index)
-        if expert.stack == expert.first.stack:
-            self._rows[of] = self._padding.rows(x, expert.module, expert.name)
-        rows = self._rows[of]
-        tokens = x if rows is None else x.reshape(rows.numel(), -1)[rows]
-        if tokens.numel():
-            self.note_expert(expert, tokens)
 
 
 _MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
@@ -257,8 +163,11 @@ class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the
     """Layers shared an input in one batch, but not in another."""
 
 
-class Calibration(_Watch):
+class Calibration:
     """Accumulates 2·XᵀX over the tokens that each layer reads, in `groups` of layers.
+
+    The input of a weight that is used without calling its module (Mamba's `dt_proj.weight @ x`)
+    is taken from the products with that weight.
 
     Args:
         layers: The layers.
@@ -280,10 +189,11 @@ class Calibration(_Watch):
         pooled: Sequence[Expert] = (),
         paired: bool = False,
     ) -> None:
-        super().__init__(layers, padding, pooled)
-        self.groups: list[InputGroup] = []
-        self._share = share
-        self._paired = paired
+        self.layers, self.groups = list(layers), list[InputGroup]()
+        self._padding, self._pooled = padding, list(pooled)
+        self._share, self._paired = share, paired
+        self._inside: set[int] = set()
+        self._rows: dict[Hashable, Tensor | None] = {}  # by expert: which rows are tokens
         self._is_dense_run = False
         self._dense: dict[int, list[Tensor]] = {}  # by layer: its inputs in the dense run
         self._copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
@@ -296,11 +206,28 @@ class Calibration(_Watch):
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Observe the layers in this context."""
-        with super().hooked():
-            try:
-                yield
-            finally:
-                self._seen.clear()
+        with ExitStack() as stack:
+            experts = [layer for layer in self.layers if isinstance(layer, Expert)]
+            for layer in self.layers:
+                if isinstance(layer, Expert):
+                    continue
+                module = layer.module
+                enter, leave = partial(self._enter, layer), partial(self._leave, layer)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(leave, always_call=True))
+            stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
+            stack.enter_context(_one_by_one(experts))
+            # The rows of an expert that are tokens are known only from its first matrix, so that
+            # one is observed even if it is not pruned.
+            by_identity = {id(layer): layer for layer in self.layers}
+            keys = {layer.key for layer in self.layers}
+            for expert in [*self._pooled, *(e.first for e in (*experts, *self._pooled))]:
+                if expert.key not in keys:
+                    keys.add(expert.key)
+                    by_identity[id(expert)] = expert
+            stack.enter_context(Products(list(by_identity.values()), self._multiplied))
+            stack.callback(self._seen.clear)
+            yield
 
     @contextmanager
     def dense_run(self) -> Iterator[None]:
@@ -310,17 +237,13 @@ class Calibration(_Watch):
             yield
         finally:
             self._is_dense_run = False
-            self._copies.clear()
-            super().end_batch()
+            for tensors in (self._copies, self._rows, self._inside):
+                tensors.clear()
 
     def end_batch(self) -> None:
-        """Check that the layers of a group saw the same inputs, and release the tensors of a batch.
-
-        Raises:
-            InputsDiffer: A group's layers were not called equally often.
-        """
-        super().end_batch()
-        self._seen.clear()
+        """Release a batch's tensors; raise `InputsDiffer` if a group's layers had other inputs."""
+        for tensors in (self._rows, self._inside, self._seen):
+            tensors.clear()
         self._batch += 1
         # A layer that reads a group's tensor in one batch and another's in the next would get the
         # Hessian of inputs that it never saw. Counts of calls show it without comparing tensors.
@@ -336,9 +259,8 @@ class Calibration(_Watch):
     def sum_over(self, processes: Processes, *, differ: bool) -> None:
         """Sum the Hessians of all processes, in the same groups everywhere; a collective call.
 
-        Raises:
-            InputsDiffer: A process raised it, according to its `differ`, or two processes have
-                different groups. All processes raise it.
+        All processes raise `InputsDiffer` if some process did, according to its `differ`, or if two
+        processes have different groups.
         """
         index = {id(layer): i for i, layer in enumerate(self.layers)}
         seen = [
@@ -401,10 +323,10 @@ class Calibration(_Watch):
         ]
 
     def hand_over(self) -> Iterator[tuple[InputGroup, HessianAccumulator | None]]:
-        """Yield the groups and drop them one by one, so that the caller can release their Hessians.
+        """Yield the groups and drop them one by one, those of experts with their pooled Hessians.
 
-        A group of an expert comes with the pooled Hessian, others with `None`. Experts that no
-        batch reached come last, each in a group of its own, if there is a pooled Hessian for them.
+        Experts that no batch reached come last, each in a group of its own, if there is a pooled
+        Hessian for them.
         """
         pools, uncalled_ids = self.pools(), set(map(id, self.not_called))
         for layer in self.layers:
@@ -417,6 +339,36 @@ class Calibration(_Watch):
             group = self.groups.pop(0)
             first = group.layers[0]
             yield group, pools[first.siblings] if isinstance(first, Expert) else None
+
+    def _enter(
+        self, layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._inside.add(id(layer))
+        x = args[0] if args else kwargs[next(iter(kwargs))]
+        # The version changes if a tensor is modified in place between two layers.
+        self.note(layer, x, (id(x), times_changed(x), layer.reading))
+
+    def _leave(self, layer: Layer, *_: Any) -> None:
+        self._inside.discard(id(layer))
+
+    def _multiplied(self, layer: Layer, x: Tensor) -> None:
+        if isinstance(layer, Expert):
+            self._routed(layer, x)
+        elif id(layer) not in self._inside:
+            self.note(layer, x, None)
+
+    def _routed(self, expert: Expert, x: Tensor) -> None:
+        """Separate tokens from padding in the rows of an expert's matrix.
+
+        The rows of the second matrix are those of the first, in the same order.
+        """
+        of = (id(expert.module), expert.index)
+        if expert.stack == expert.first.stack:
+            self._rows[of] = self._padding.rows(x, expert.module, expert.name)
+        rows = self._rows[of]
+        tokens = x if rows is None else x.reshape(rows.numel(), -1)[rows]
+        if tokens.numel():
+            self.note_expert(expert, tokens)
 
     def note_expert(self, expert: Expert, tokens: Tensor) -> None:
         """Add tokens to the Hessian of an expert, or to the pooled one; ignored in `dense_run`."""
@@ -440,15 +392,10 @@ class Calibration(_Watch):
         return pools
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
-        """Add the tokens of an input, once for all layers that read it.
+        """Add the tokens of an input x of a layer, once for all layers that read it.
 
-        Args:
-            layer: A layer that reads the input.
-            x: The input, as the layer gets it.
-            key: Identifies the tensor that is read; `None` if that is unknown.
-
-        Raises:
-            InputsDiffer: The layer shared the input of its group's first layer, and does not now.
+        The key identifies the tensor x, `None` if that is unknown. `InputsDiffer` is raised if the
+        layer shared the input of its group's first layer, and does not now.
         """
         group = self._group_of.get(id(layer))
         if self._is_dense_run:

@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[None]:
     """Replace out-of-memory errors of torch and Python by an `OutOfMemoryError` with the next step.
 
-    Args:
-        device: The device on which the model is pruned.
-        offload: Whether blocks and activations stay on the CPU already.
+    The device is the one of the pruning; with `offload`, blocks stay on the CPU already.
     """
     try:
         yield
@@ -60,10 +58,7 @@ Pinned = Callable[[nn.Module], AbstractContextManager[None]]
 def held_on_cpu(model: nn.Module, blocks: Callable[[], Sequence[nn.Module]]) -> Iterator[None]:
     """Let `to(device)` of a model move all but its blocks, and `to(dtype)` change all.
 
-    Args:
-        model: The module that is moved as a whole.
-        blocks: Returns the blocks. It is called when the model is moved, since blocks may be
-            created as late as that.
+    `blocks` returns the blocks when the model is moved: they may be created as late as that.
     """
     apply = getattr(model, APPLY)
 
@@ -84,10 +79,6 @@ class Offload(MovedBlocks):
     A forward changes no parameter, so afterwards the CPU tensors are put back without a copy. A
     pinned block may be changed, and is copied back. For CUDA devices the CPU tensors are
     page-locked if memory allows it, which doubles the speed of copies.
-
-    Args:
-        blocks: The blocks that stay on the CPU.
-        device: The device on which they run.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:

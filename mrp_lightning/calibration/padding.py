@@ -145,9 +145,8 @@ class Padding:
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
         """Return which rows of a layer's input are tokens, bool (rows,); `None` if all count.
 
-        x is (batch, length, ..., columns), of which each position is one row, or (rows, columns),
-        or has further dimensions of 1 in between. If its shape does not match the mask, all rows
-        count, and `unmatched` records the shapes under the name.
+        x is (batch, length, ..., columns), of which each position is one row, or (rows, columns).
+        If its shape does not match the mask, all rows count, and `unmatched` records the shapes.
         """
         masks = self._masks_of(module)
         is_token = masks.of_memory if x is masks.memory else masks.own
@@ -174,9 +173,7 @@ class Padding:
         the outermost enclosing module that received one; see `follow`.
         """
         inputs = [self._inputs[id(m)] for m in self.around(module) if id(m) in self._inputs]
-        return x.ndim > 2 or (
-            len(inputs) > 0 and inputs[-1].shape[:-1].numel() == x.shape[:-1].numel()
-        )
+        return x.ndim > 2 or any(i.shape[:-1].numel() == x.shape[:-1].numel() for i in inputs[-1:])
 
     def _token_rows(self, x: Tensor, module: nn.Module, is_token: Tensor) -> Tensor | None:
         """Return which rows are tokens, by the mask or outer modules' inputs; `None` if unknown.

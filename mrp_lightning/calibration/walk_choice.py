@@ -66,10 +66,9 @@ def sketch(tensor: Tensor) -> Sketch:
 def relative_error(output: Sketch, expected: Sketch, received: Sketch) -> float:
     """Return ‖output − expected‖ relative to ‖expected − received‖, the block's own update.
 
-    `received` is the block's input, and `expected` its output in a full forward. Relative to
-    ‖expected‖, even a walk that skips a block would look correct, since most of the output is the
-    residual stream; this is used only if the update is zero, or `received` has another shape. The
-    result is infinite if the output has another shape.
+    Relative to ‖expected‖, even a walk that skips a block would look correct, since most of the
+    output is the residual stream; this is used only if the update is zero, or `received` has
+    another shape. The result is infinite if the output has another shape.
     """
     if output.shape != expected.shape:
         return float("inf")
@@ -144,8 +143,7 @@ def choose_walk(
     The test of a kind takes one whole forward, and then one forward for each block, which runs
     that block alone and stops after it. A single forward for all blocks would be less strict: in
     it, a block could still pass values to later blocks beside the hidden state (Gemma 3n shares
-    keys and values), which the walk does not store. Only sketches of the whole forward are stored,
-    and one hidden state at a time of the others.
+    keys and values), which the walk does not store.
 
     Args:
         forward: Runs the model on one batch.
@@ -195,17 +193,20 @@ def _tried(
     """Return the trace of the first batch, and the fault of `Inject` on some batch, if any."""
     first_batch, *other_batches = one_of_each_kind(batches)
     whole_trace = _traced(forward, first_batch, blocks)
-    problem = whole_trace.error or _self_test(
-        forward, first_batch, blocks, whole_trace, whole_trace.containers, store
-    )
+
+    def fault(batch: Any, seen: Trace) -> str | None:
+        order = [blocks[k] for k in seen.order]
+        containers = [whole_trace.containers.get(k) for k in seen.order]
+        return seen.error or _self_test(Inject(forward, [batch], order, containers, store), seen)
+
+    problem = fault(first_batch, whole_trace)
     unreached_blocks = [block for k, block in enumerate(blocks) if k not in whole_trace.order]
     ordered = [*(blocks[k] for k in whole_trace.order), *unreached_blocks]
     # Each kind of batch can take another path through the model. All are traced even after a fault,
     # since only a trace detects a different order of blocks, which no walk supports.
     for batch in other_batches:
         seen = trace(in_order(forward, ordered, len(whole_trace.order)), batch, blocks)
-        problem = problem or seen.error
-        problem = problem or _self_test(forward, batch, blocks, seen, whole_trace.containers, store)
+        problem = problem or fault(batch, seen)
     return whole_trace, problem
 
 
@@ -234,8 +235,8 @@ def in_order(
 ) -> Callable[[Any], Any]:
     """Wrap a forward to raise a TargetError if a batch's order of blocks is not that of the first.
 
-    A batch may leave blocks out. Calls after the block at which the walk stops a forward are not
-    observed. The first batch called the first `num_reached` of the `ordered` blocks, in this order.
+    A batch may leave blocks out. The first batch called the first `num_reached` of the `ordered`
+    blocks, in this order.
     """
 
     def guarded(batch: Any) -> Any:
@@ -269,17 +270,8 @@ SELF_TEST_TOLERANCE = 1e-3
 """The largest `relative_error` of a block with which `Inject` passes the test."""
 
 
-def _self_test(
-    forward: Callable[[Any], Any],
-    batch: Any,
-    blocks: Sequence[Block],
-    whole_trace: Trace,
-    containers: Mapping[int, Container | None],
-    store: torch.device | None,
-) -> str | None:
-    """Return the fault of `Inject` on a batch, `None` if it reproduces the forward."""
-    order = [blocks[k] for k in whole_trace.order]
-    walk = Inject(forward, [batch], order, [containers[k] for k in whole_trace.order], store)
+def _self_test(walk: Inject, whole_trace: Trace) -> str | None:
+    """Return the fault of a walk over one batch, `None` if it reproduces the traced forward."""
     # By induction over the blocks: the input of block k is what the walk computed for the blocks
     # before it, each within the tolerance of the whole forward. The first block that differs is the
     # one to name; errors of later ones follow from it.

@@ -69,10 +69,9 @@ class Walk(ABC):
         self.forward, self.batches, self.blocks = forward, batches, list(blocks)
         self.store = store
 
-    def twin(self, batches: Sequence[Any] | None = None) -> "Walk":
-        """Return another walk over the same model, at its start, on the same or other batches."""
-        batches = self.batches if batches is None else batches
-        return type(self)(self.forward, batches, self.blocks, self.store)
+    def twin(self) -> "Walk":
+        """Return another walk over the same model and batches, at its start."""
+        return type(self)(self.forward, self.batches, self.blocks, self.store)
 
     def runs_after(self, k: int) -> Sequence[Block]:
         """Return the blocks that the walk still runs after block k."""
@@ -200,7 +199,7 @@ class Inject(Walk):
         self.hidden: list[dict[int, Tensor]] = [{} for _ in batches]  # of each batch, by block
 
     def twin(self, batches: Sequence[Any] | None = None) -> "Inject":
-        """Return another walk over the same model, with hidden states of its own."""
+        """Return another walk over the same model, at its start, on the same or other batches."""
         batches = self.batches if batches is None else batches
         return Inject(self.forward, batches, self.blocks, self.containers, self.store)
 
@@ -303,14 +302,10 @@ def hidden_of(output: Any) -> Tensor:
 class DenseStream:
     """A second walk, over the dense model, without a second copy of the model.
 
-    It advances with the walk over the model that is being pruned. The dense weights of the present
-    block's pruned layers are copied and swapped back in for each of its forwards, so the weights of
-    one block are in memory twice; those of all pruned layers are if the walk runs all blocks in
-    every forward (`Rerun`).
-
-    Args:
-        walk: The walk over the model that is being pruned.
-        keeps_outputs: Whether `outputs` are stored even if the walk needs none.
+    It advances with the `walk` over the model that is being pruned. The dense weights of the
+    present block's pruned layers are copied and swapped back in for each of its forwards, so the
+    weights of one block are in memory twice; those of all pruned layers are if the walk runs all
+    blocks in every forward (`Rerun`). `keeps_outputs` stores `outputs` even if the walk needs none.
     """
 
     def __init__(self, walk: Walk, *, keeps_outputs: bool = False) -> None:

@@ -46,10 +46,7 @@ class ShorteningPlan(Plan):
 def shortening_plan(model: nn.Module, sparsity: float, plan: Plan) -> ShorteningPlan:
     """Return the plan of removing a fraction of the blocks, made from the plan of all layers.
 
-    Args:
-        model: The model.
-        sparsity: The fraction of the blocks to remove, rounded to whole blocks.
-        plan: All layers of the model that could be pruned, in their blocks.
+    The fraction `sparsity` is rounded to whole blocks.
 
     Raises:
         TargetError: The model is none of transformers, has no list that holds all of its blocks,
@@ -92,17 +89,8 @@ def remove_blocks(plan: ShorteningPlan, removed: Sequence[int]) -> ExitStack:
     """Remove blocks from a model in place, and from its configuration.
 
     The remaining blocks are numbered anew, also in the attributes (`layer_idx`) by which attention
-    indexes a cache of keys and values.
-
-    Args:
-        plan: The plan.
-        removed: The numbers of the blocks.
-
-    Returns:
-        A context that puts the blocks back at its end, if it is entered.
-
-    Raises:
-        TargetError: The configuration does not describe the blocks that stay.
+    indexes a cache of keys and values. A TargetError is raised if the configuration does not
+    describe them. The returned context, if it is entered, puts the blocks back at its end.
     """
     attributes = _renumbered(plan, removed)
     blocks = _find_list(plan.model, plan.blocks)
@@ -119,11 +107,10 @@ def remove_blocks(plan: ShorteningPlan, removed: Sequence[int]) -> ExitStack:
 
 
 def renumbered(name: str, removed: Sequence[str]) -> str | None:
-    """Return the name of a module once blocks are removed; `None` if it is in one of them.
+    """Return the name of a module, such as `model.layers.7.mlp.down_proj`, once blocks are removed.
 
-    Args:
-        name: The name before, such as `model.layers.7.mlp.down_proj`.
-        removed: The names of the removed blocks, at least one, such as `model.layers.3`.
+    It is `None` for a module in one of the `removed` blocks, at least one, such as
+    `model.layers.3`.
     """
     path = removed[0].rpartition(".")[0]
     number, _, rest = name.removeprefix(f"{path}.").partition(".")
@@ -165,11 +152,7 @@ def _find_list(model: PreTrainedModel, blocks: Sequence[Block]) -> nn.ModuleList
 
 
 def _renumbered(plan: ShorteningPlan, removed: Sequence[int]) -> list[Attribute]:
-    """Return the attributes of modules that change without some blocks, with their new values.
-
-    Raises:
-        TargetError: A block that stays would be another one under its new number.
-    """
+    """Return the attributes of modules that change without some blocks, with their new values."""
     model, number = plan.model, len(plan.blocks)
     if getattr(model.config.get_text_config(), _NUMBER, None) != number:
         raise _cannot(model, f"its configuration has no `{_NUMBER}` that is {number}")
@@ -196,22 +179,15 @@ def _renumbered(plan: ShorteningPlan, removed: Sequence[int]) -> list[Attribute]
 
 @dataclass(frozen=True, eq=False)
 class _Comparison:
-    """A model built twice without weights: with all blocks, and without some of them.
-
-    Attributes:
-        dense: The model with all blocks.
-        shorter: The model without some.
-        path: The name of the list of blocks.
-        numbers: The start of the names in a block, such as `model.layers.7.`, and that in the
-            shorter model, of each block that stays.
-        gone: The start of the names in each block that is removed.
-    """
+    """A model built twice without weights: with all blocks, and without some of them."""
 
     dense: PreTrainedModel
     shorter: PreTrainedModel
-    path: str
+    path: str  # the name of the list of blocks
     numbers: dict[str, str]
-    gone: tuple[str, ...]
+    """The start of the names in each block that stays, such as `model.layers.7.`, and that in the
+    shorter model."""
+    gone: tuple[str, ...]  # the start of the names in each block that is removed
 
     def why_other(self) -> str | None:
         """Return why the shorter model is not the dense one without some blocks, else `None`."""

@@ -17,12 +17,8 @@ from mrp_lightning.targets.blocks import Block
 def narrow(structure: Structure, config: Any) -> None:
     """Cut out of every block the units whose columns are zero in all consumers.
 
-    Args:
-        structure: The units.
-        config: The configuration of the model, which gets the new number of units.
-
-    Raises:
-        TargetError: A block has too few such units. Then nothing is changed.
+    The configuration of the model gets the new number of units. If a block has too few such units,
+    a TargetError is raised, and nothing is changed.
     """
     zero = {name: parts.zero_units(structure.units) for name, parts in structure.blocks.items()}
     if short := [name for name, units in zero.items() if len(units) < structure.count]:
@@ -40,12 +36,7 @@ def narrow(structure: Structure, config: Any) -> None:
 
 
 class StreamedNarrowing:
-    """Cuts the removed units out of streamed blocks, each when it is saved.
-
-    Args:
-        structure: The units. The files of the blocks hold zeros in place of removed units.
-        config: The configuration of the model.
-    """
+    """Cuts the removed units, zeros in the files, out of streamed blocks, each when it is saved."""
 
     def __init__(self, structure: Structure, config: Any) -> None:
         self._structure, self._entries = structure, structure.config_entries(config)
@@ -114,20 +105,9 @@ def _check_block(
     Random units are removed temporarily. With their columns of the consumers zero, the output must
     not depend on the parameters that produce these units, and the narrower block must return the
     same output. For experts, the narrower block must return the output of all experts with a router
-    that does not choose the removed ones.
+    that does not choose the removed ones. A TargetError is raised otherwise.
 
-    Args:
-        structure: The units.
-        parts: The parts of the block that belong to them.
-        run: Runs the block on one batch, and returns its hidden state; `None` if the batch does
-            not reach it, so that nothing is checked.
-        block: The block.
-
-    Returns:
-        Whether the batch reached the block.
-
-    Raises:
-        TargetError: The narrower block fails, or an output differs by more than rounding.
+    Returns whether the batch reached the block, whose hidden state `run` returns, `None` if not.
     """
     generator = torch.Generator().manual_seed(0)
     removed = torch.randperm(structure.units, generator=generator)[: structure.count].sort().values
@@ -147,8 +127,8 @@ def _check_block(
         else:
             # Noise in place of the producers' entries must not change the output once the
             # consumers ignore these units.
-            noise = [cut.randomised(removed, generator) for cut in parts.producers]
-            with set_attributes([cut.zeroed(removed) for cut in parts.consumed]):
+            noise = [cut.randomised(removed, generator) for cut in parts.cuts_of(consumers=False)]
+            with set_attributes([cut.zeroed(removed) for cut in parts.cuts_of(consumers=True)]):
                 expected = _output(run)
                 with set_attributes(noise):
                     independent = _output(run)

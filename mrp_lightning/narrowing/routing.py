@@ -16,17 +16,11 @@ from mrp_lightning.targets.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of the experts of a block.
+    """A call of the experts of a block."""
 
-    Attributes:
-        tokens: The input of the experts, (tokens, features).
-        weights: The router's weights, (tokens, experts), zero for experts that are not chosen.
-        output: The output of the experts, (tokens, features); `None` if they did not run.
-    """
-
-    tokens: Tensor
-    weights: Tensor
-    output: Tensor | None
+    tokens: Tensor  # the input of the experts, (tokens, features)
+    weights: Tensor  # the router's, (tokens, experts), zero for experts that are not chosen
+    output: Tensor | None  # of the experts, (tokens, features); None if they did not run
 
 
 class _Called(BaseException):
@@ -35,11 +29,6 @@ class _Called(BaseException):
 
 class Routing:
     """The experts of one block, and the router that sends tokens to them.
-
-    Args:
-        block: The block.
-        parts: The parts of the block that belong to its experts.
-        structure: All experts of the model, and the number of them that is removed.
 
     Attributes:
         module: The innermost module around router and experts.

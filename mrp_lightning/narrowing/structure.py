@@ -92,21 +92,10 @@ class BlockParts:
     attributes: Sequence[Attribute]
     group: int
 
-    @property
-    def producers(self) -> list[Cut]:
-        """The cuts of all parts but the consumers."""
-        consumed = self._consumed
-        return [cut for cut in self.cuts if id(cut.tensor) not in consumed]
-
-    @property
-    def consumed(self) -> list[Cut]:
-        """The cuts of the consumers."""
-        consumed = self._consumed
-        return [cut for cut in self.cuts if id(cut.tensor) in consumed]
-
-    @property
-    def _consumed(self) -> set[int]:
-        return {id(layer.parameter) for layer in self.consumers}
+    def cuts_of(self, *, consumers: bool) -> list[Cut]:
+        """Return the cuts of the consumers, or those of all other parts."""
+        consumed = {id(layer.parameter) for layer in self.consumers}
+        return [cut for cut in self.cuts if (id(cut.tensor) in consumed) == consumers]
 
     def zero_units(self, units: int) -> Tensor:
         """Return the sorted indices, on the CPU, of units whose columns all consumers have zero."""
@@ -167,9 +156,7 @@ class Structure:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NarrowingPlan(Plan):
-    """The plan of removing whole units.
-
-    The layers to prune are the consumers of the units.
+    """The plan of removing whole units: the layers to prune are their consumers.
 
     Attributes:
         structure: The units.

@@ -49,9 +49,9 @@ Sizes = dict[str, int]
 
 
 def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> NarrowingPlan:
-    """Return the plan of removing whole units, made from the plan of all layers.
+    """Return the plan of removing a fraction of the units of a kind, neurons, heads or experts.
 
-    The arguments are those of `_find_structure`.
+    `plan` has all layers of the model that could be pruned, in their blocks.
 
     Raises:
         TargetError: The model is none of transformers or has no repeated blocks, or no
@@ -75,14 +75,7 @@ def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
 
 
 def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Structure:
-    """Find the units of each block, and the parts of the model that belong to them.
-
-    Args:
-        model: The model.
-        kind: "neurons", "heads" or "experts".
-        sparsity: The fraction of the units to remove.
-        plan: All layers of the model that could be pruned, in their blocks.
-    """
+    """Find the units of each block, and the parts of the model that belong to them."""
     if not isinstance(model, PreTrainedModel):
         raise TargetError(
             f"`structure: {kind}` needs a transformers model, whose configuration says how narrow "
@@ -113,10 +106,7 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
 
 
 def _as_configured(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """Return the model without weights by its own configuration, which must give its shapes.
-
-    Otherwise the shapes of a narrower configuration say nothing about this model.
-    """
+    """Return the model without weights by its own configuration, which must give its shapes."""
     dense = built(model, {})
     if isinstance(dense, Unfit):
         raise _cannot(model, kind, dense.reason)
@@ -149,7 +139,10 @@ class _Entry:
     def fit(self, kept: int) -> "Structure | Unfit":
         """Return the structure in which `kept` units remain, or why there is none."""
         config = {name: kept * each for name, each in self.per_unit.items()}
-        config |= _fixed(self.model, self.kind)
+        if self.kind == "heads":  # pinned, so that fewer heads do not become larger ones
+            text = self.model.config.get_text_config()
+            size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            config["head_dim"] = size
         narrower = built(self.model, config)
         if isinstance(narrower, Unfit):
             return narrower
@@ -162,8 +155,7 @@ class _Entry:
 def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: Unfit) -> Unfit:
     """Raise an OptionError with the nearest number of units that transformers accepts.
 
-    Returns:
-        The reason why there is no such number.
+    Returns the reason why there is no such number.
     """
     units = entry.units
     # Nearest first, of two equally near the one that keeps more. Only a refusal by transformers
@@ -195,10 +187,9 @@ def _candidates(
             yield groups, each | ({_GROUPS: 1} if hasattr(config, _GROUPS) else {})
         return
     layers = [layer for layers in plan.layers.values() for layer in layers]
+    widths = {layer.columns for layer in layers}
     if kind == "experts":
         widths = {len(layer.parameter) for layer in layers if isinstance(layer, Expert)}
-    else:
-        widths = {layer.columns for layer in layers}
     for name in _EXPERTS if kind == "experts" else _NEURONS:
         if not hasattr(config, name):
             continue
@@ -209,21 +200,6 @@ def _candidates(
             yield value, {name: 1}
 
 
-def _fixed(model: PreTrainedModel, kind: str) -> Sizes:
-    """Return entries to pin, such as `head_dim`, so that fewer units do not change other sizes."""
-    config = model.config.get_text_config()
-    if kind != "heads":
-        return {}
-    return {"head_dim": _head_size(config)}
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    size: int = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return size
-
-
 def _least(config: PreTrainedConfig, kind: str) -> int:
     """Return the smallest possible number of units: one, or as many experts as each token uses."""
     counts = (getattr(config, name, None) for name in _CHOSEN if kind == "experts")
@@ -231,11 +207,7 @@ def _least(config: PreTrainedConfig, kind: str) -> int:
 
 
 def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1) -> int:
-    """Return the number of units that remain, the multiple of `multiple` nearest to the request.
-
-    Raises:
-        OptionError: That removes no unit, or leaves fewer than `least`; or a block has too few.
-    """
+    """Return the number of units that remain, the multiple of `multiple` nearest to the request."""
     least = max(least, multiple)
     # Ties: half a multiple of neurons is removed, half a head is not, being a large part of a
     # block.
@@ -324,7 +296,8 @@ class _Comparison:
     @cached_property
     def paths(self) -> dict[str, str]:
         """The names of the blocks' modules in the model, by the names of the blocks."""
-        return {b.name: _path(self.entry.model, b.module) for b in self.entry.plan.blocks}
+        names = {id(module): name for name, module in self.modules.items()}
+        return {block.name: names[id(block.module)] for block in self.entry.plan.blocks}
 
     @cached_property
     def cuts(self) -> dict[str, list[tuple[Cut, Layer | None]]]:
@@ -338,13 +311,15 @@ class _Comparison:
 
     def why_unfit(self) -> str | None:
         """Return why the differences are not those of whole units, `None` if they are."""
-        names, fewer = ([n for n, _ in x.named_parameters()] for x in self._models)
+        models = self.entry.dense, self.narrower
+        names, fewer = ([n for n, _ in x.named_parameters()] for x in models)
         if names != fewer:
             return "it changes which weights there are"
         # Buffers may change for experts alone (the bias of DeepSeek's router is one), and only if
         # they are saved: a checkpoint would not restore others.
         stored = self.entry.dense.state_dict() if self.entry.kind == "experts" else {}
-        if any(name in self.shapes and name not in stored for name in self._buffers):
+        buffers = [name for name, _ in self.entry.dense.named_buffers()]
+        if any(name in self.shapes and name not in stored for name in buffers):
             return "it changes buffers"
         # Lazily: blocks can be asked for their parts once every tensor is known to be cut.
         reasons = chain(map(self._why_no_cut, self.shapes), map(self._why_no_parts, self.paths))
@@ -365,14 +340,6 @@ class _Comparison:
         inside = {id(each) for parts in blocks.values() for each in parts.attributes}
         outside = [each for each in attributes if id(each) not in inside]
         return Structure(entry.kind, entry.units, self.kept, blocks, config, outside)
-
-    @property
-    def _models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        return self.entry.dense, self.narrower
-
-    @property
-    def _buffers(self) -> list[str]:
-        return [name for name, _ in self.entry.dense.named_buffers()]
 
     def _block_of(self, name: str) -> str | None:
         return next((b for b, path in self.paths.items() if name.startswith(f"{path}.")), None)
@@ -423,10 +390,6 @@ class _Comparison:
         """Return the layers of a block that lose columns."""
         cuts = self.cuts[block]
         return [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
-
-
-def _path(model: nn.Module, block: nn.Module) -> str:
-    return next(without_compiled(name) for name, m in model.named_modules() if m is block)
 
 
 def _reads(cut: Cut, layer: Layer) -> bool:

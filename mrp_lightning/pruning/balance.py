@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +51,18 @@ _NORM = 8.0
 _LARGEST = 16.0
 """The largest factor, a power of two, and the inverse of the least one."""
 _ROWS, _ROWS_PLUS_ONE, _COLUMNS = "rows", "rows_plus_one", "columns"
-_FACTOR = "factor of "
+FACTOR = "factor of "
+"""The beginning of the names of factors in a journal."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A producer of features within a block, and all layers that read them.
+    """A producer of features within a block, and all layers that read them."""
 
-    Attributes:
-        producer: The name in the block of the norm or linear layer.
-        readers: The names in the block of the linear layers.
-        rows: The row of the producer that each column of the readers reads.
-        adds_one: Whether the producer multiplies by one plus its weights, as norms of Gemma do.
-    """
-
-    producer: str
-    readers: tuple[str, ...]
-    rows: tuple[int, ...]
-    adds_one: bool = False
+    producer: str  # the name in the block of the norm or linear layer
+    readers: tuple[str, ...]  # the names in the block of the linear layers
+    rows: tuple[int, ...]  # the row of the producer that each column of the readers reads
+    adds_one: bool = False  # whether it multiplies by one plus its weights, as norms of Gemma do
 
     def factors(self, by_row: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         """Yield name, kind and factors of each module, from the factors of the producer's rows."""
@@ -77,39 +71,20 @@ class Link:
             yield reader, _COLUMNS, by_row[list(self.rows)]
 
 
-class Balance:
-    """The factors that balance the columns of all blocks, before their weights are on a grid.
+def apply_factors(factors: Mapping[str, Tensor], block: Block) -> None:
+    """Scale the weights and biases of a block, which must be dense, in place.
 
-    Args:
-        factors: By `NAME.columns` the factors by which the columns of a layer are multiplied, and
-            by `NAME.rows` those by which the rows of a layer, or the weights of a norm, are
-            divided; (columns,) or (rows,), float32. `NAME.rows_plus_one` are those of a norm that
-            adds one to its weights.
+    By `NAME.columns` the factors (columns,) multiply the columns of a layer, and by `NAME.rows` the
+    factors (rows,) divide the rows of a layer, or the weights of a norm; `NAME.rows_plus_one` are
+    those of a norm that adds one to its weights.
     """
-
-    def __init__(self, factors: Mapping[str, Tensor]) -> None:
-        self.factors = dict(factors)
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Balance":
-        """Read the factors from `InputStudy.conclusions`; tensors of other names are ignored."""
-        pairs = [(name, x) for name, x in tensors.items() if name.startswith(_FACTOR)]
-        return cls({name.removeprefix(_FACTOR): x for name, x in pairs})
-
-    def apply(self, block: Block) -> None:
-        """Scale the weights and biases of a block, which must be dense, in place."""
-        for name, module in named_modules(block.module):
-            kinds = (_ROWS, _ROWS_PLUS_ONE, _COLUMNS)
-            keys = {kind: f"{block.name}.{name}.{kind}" for kind in kinds}
-            _scale(module, {k: self.factors[key] for k, key in keys.items() if key in self.factors})
+    for name, module in named_modules(block.module):
+        keys = {kind: f"{block.name}.{name}.{kind}" for kind in (_ROWS, _ROWS_PLUS_ONE, _COLUMNS)}
+        _scale(module, {kind: factors[key] for kind, key in keys.items() if key in factors})
 
 
 class InputStudy:
-    """Measures the inputs of the dense model, and chooses factors for its blocks.
-
-    Args:
-        job: The job, whose model is dense.
-    """
+    """Measures the inputs of the dense model of a job, and chooses factors for its blocks."""
 
     def __init__(self, job: Job) -> None:
         self._shared = _shared_parameters(job.model)
@@ -119,20 +94,12 @@ class InputStudy:
         self._factors: dict[str, Tensor] = {}
 
     def visit(self, block: WalkedBlock) -> None:
-        """Measure the inputs of a block. Nothing is changed.
-
-        Raises:
-            HessianError: The inputs of a layer are not finite.
-        """
+        """Measure the inputs of a block, or raise a HessianError if they are not finite."""
         links = _links(block, self._known, self._shared)
         self._factors |= _factors_of_block(block, links)
 
     def conclusions(self) -> dict[str, Tensor]:
-        """Return the factors of all blocks, by the names that `Balance.of` reads.
-
-        Raises:
-            TargetError: No block has an input that can be balanced.
-        """
+        """Return the factors of all blocks; raise a TargetError if there are none."""
         if not self._factors:
             raise TargetError(
                 "`balance` found no input in this model that it could scale: it needs a norm whose "
@@ -142,7 +109,7 @@ class InputStudy:
             )
         balanced = sum(name.endswith(f".{_COLUMNS}") for name in self._factors)
         self._listener.log(f"Balanced the columns of {counted(balanced, 'layer')}.")
-        return {f"{_FACTOR}{name}": each for name, each in self._factors.items()}
+        return {f"{FACTOR}{name}": each for name, each in self._factors.items()}
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
@@ -154,10 +121,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 def _links(
     block: WalkedBlock, known: dict[tuple[object, ...], list[Link]], shared: set[int]
 ) -> list[Link]:
-    """Return the links of a block that all processes find.
-
-    `known` has the links of earlier blocks by the names and shapes of their parameters.
-    """
+    """Return the links of a block that all processes find; `known` has those of earlier blocks."""
     walk = block.walk
     kind = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
     # Blocks that run on stored inputs pass their hidden state alone to later ones. Others may pass
@@ -189,7 +153,7 @@ def _hidden(walk: Walk, k: int, i: int) -> Tensor:
 
 
 def _factors_of_block(block: WalkedBlock, links: Sequence[Link]) -> dict[str, Tensor]:
-    """Measure the inputs of a block, and return its factors by the names of `Balance`."""
+    """Measure the inputs of a block, and return its factors by the names of `apply_factors`."""
     modules, processes = dict(named_modules(block.module)), block.job.processes
     on_grid = {layer.name: layer for layer in block.layers}
     readers = {
@@ -228,17 +192,11 @@ def _by_row(
 ) -> Tensor:
     """Return the factor s of each row of a link's producer, (rows,), float32.
 
-    s_j is proportional to d_j^(1/(p+2)) c_j^(−p/(2p+4)), where c_j is the energy of the weights
-    that read row j. In grouped-query attention several columns read a row: their d and c are
-    summed. Factors have a geometric mean of 1, and are then clamped to 1/`_LARGEST` to `_LARGEST`;
-    rows whose d or c is 0 have the factor 1.
-
-    Args:
-        link: The producer, the layers that read it, and the row that each of their columns reads.
-        remainder: d_j of each column: the part of its input's energy that later columns cannot make
-            up for; 0 for dead inputs.
-        layers: The reading layers that are put on the grid.
-        factors: The factors so far, by the names of `Balance`.
+    s_j is proportional to d_j^(1/(p+2)) c_j^(−p/(2p+4)), where d_j is the `remainder`, and c_j the
+    energy of the weights of the `layers` that read row j. In grouped-query attention several
+    columns read a row: their d and c are summed. Factors have a geometric mean of 1, and are then
+    clamped to 1/`_LARGEST` to `_LARGEST`; rows whose d or c is 0 have the factor 1. `factors` are
+    those so far.
     """
     energy = torch.zeros_like(remainder)
     for layer in layers:
@@ -278,9 +236,7 @@ def _rounded_to(producer: nn.Module, factors: Tensor, adds_one: bool) -> Tensor:
 def _scale(module: nn.Module, factors: Mapping[str, Tensor]) -> None:
     """Multiply the columns of a module's weight, and divide its rows and bias, in place.
 
-    Args:
-        module: A linear layer or a norm.
-        factors: The factors by kind, as in `Balance`; an empty mapping changes nothing.
+    The factors are by kind, as in `apply_factors`; an empty mapping changes nothing.
     """
     if not factors:
         return
@@ -304,13 +260,6 @@ def _scale(module: nn.Module, factors: Mapping[str, Tensor]) -> None:
         weight.copy_(scaled - one)
 
 
-class _Seen(NamedTuple):
-    """The result of one run of a block: its hidden state, and the inputs of its linear layers."""
-
-    output: Tensor
-    inputs: dict[str, Tensor]
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     """Return whether all values are equal; NaN equals NaN, since padding may compute it."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
@@ -328,13 +277,13 @@ class Probe:
     def __init__(
         self, block: nn.Module, run: Callable[[], Tensor], shared: set[int] | None = None
     ) -> None:
-        self._run, self._shared = run, shared or set()
+        self._run = run
         self._modules = dict(named_modules(block))
         self._layers: dict[str, Layer] = {}
         self._norms: list[str] = []
         for name, module in self._modules.items():
             parameters = dict(module.named_parameters(recurse=False))
-            if any(id(p) in self._shared for p in parameters.values()):
+            if any(id(p) in (shared or ()) for p in parameters.values()):
                 continue
             for layer in layers_of(name, module):
                 if isinstance(layer, Linear | Conv1D) and why_not_plain(layer) is None:
@@ -347,11 +296,11 @@ class Probe:
                 and weight.dtype in PLAIN_DTYPES
             ):
                 self._norms.append(name)
-        self._first = self._watched()
+        self._output, self._inputs = self._watched()
 
     def links(self) -> list[Link]:
         """Return the links of the block: producers and their readers. A layer reads from one."""
-        if not _same(self._watched().output, self._first.output):
+        if not _same(self._watched()[0], self._output):
             return []  # its outputs differ from run to run, so that nothing can be told from them
         links: list[Link] = []
         for link in self._candidates():
@@ -377,28 +326,27 @@ class Probe:
         # A norm that adds one is tested with w = 0, where powers of two are exact. The output is
         # another one then, so that the expected one comes from a run of its own.
         with self._of_scale_one([link.producer for link in links if link.adds_one]):
-            expected = self._run() if any(x.adds_one for x in links) else self._first.output
+            expected = self._run() if any(x.adds_one for x in links) else self._output
             with self._scaled(factors):
                 return _same(self._run(), expected)
 
     def _candidates(self) -> Iterator[Link]:
         """Yield producers with the layers whose inputs change in proportion to their rows."""
-        first = self._first.inputs
         # The order matters: the usual norm, which multiplies by w, is tried first. One that
         # multiplies by 1 + w does not change in proportion to w, so that it passes on to the second
         # test.
         for norm in self._norms:
             rows = len(self._modules[norm].get_parameter("weight"))
-            if readers := self._proportional(rows, self._changed(norm, rows, _ROWS, first)):
+            if readers := self._proportional(rows, self._changed(norm, rows, _ROWS, self._inputs)):
                 yield Link(norm, readers, tuple(range(rows)))
                 continue
             with self._of_scale_one([norm]):
-                changed = self._changed(norm, rows, _ROWS_PLUS_ONE, self._watched().inputs)
+                changed = self._changed(norm, rows, _ROWS_PLUS_ONE, self._watched()[1])
             if readers := self._proportional(rows, changed):
                 yield Link(norm, readers, tuple(range(rows)), adds_one=True)
         for layer in self._layers:
             rows = len(self._layers[layer].weight)
-            changed = self._changed(layer, rows, _ROWS, first)
+            changed = self._changed(layer, rows, _ROWS, self._inputs)
             if readers := self._proportional(rows, changed):
                 yield Link(layer, readers, tuple(range(rows)))
             for name, (x, _) in changed.items():
@@ -436,7 +384,7 @@ class Probe:
         In run b, the rows whose number has the bit b are halved. The result is `None` if a column
         of the input is neither halved nor unchanged in all tokens, or always zero.
         """
-        x = self._first.inputs[reader].flatten(0, -2).nan_to_num()
+        x = self._inputs[reader].flatten(0, -2).nan_to_num()
         largest = x.abs().max(0).values
         if not bool((largest > 0).all()):
             return None
@@ -456,7 +404,7 @@ class Probe:
     def _inputs_with(self, producer: str, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of layers while one module is scaled."""
         with self._scaled({producer: factors}):
-            return self._watched().inputs
+            return self._watched()[1]
 
     def _powers(self, count: int, one: float = 0.5, other: float = 1.0) -> Tensor:
         """Return two factors, powers of two, in an order that has no period."""
@@ -498,8 +446,8 @@ class Probe:
                 for parameter, weight in zip(parameters, weights, strict=True):
                     parameter.copy_(weight)
 
-    def _watched(self) -> _Seen:
-        """Run the block with the inputs of its linear layers recorded."""
+    def _watched(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the block; return its hidden state and the inputs of its linear layers."""
         inputs: dict[str, Tensor] = {}
 
         def read(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -511,4 +459,4 @@ class Probe:
             for name, layer in self._layers.items():
                 hook = layer.module.register_forward_pre_hook(partial(read, name), with_kwargs=True)
                 stack.callback(hook.remove)
-            return _Seen(self._run(), inputs)
+            return self._run(), inputs

@@ -39,31 +39,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class WalkedBlock:
-    """A block at its turn in the walk, with the layers to prune.
-
-    Attributes:
-        job: The job, which has the settings and the processes.
-        walk: Runs the blocks.
-        k: The number of the block in the walk.
-        padding: Separates tokens from padding in the inputs of layers.
-        report_progress: Called with the present task, in words.
-        layers: The layers to prune.
-        tuned: Other layers of the block, which only tuning changes.
-        dense: The dense model's hidden states; `None` if neither target nor tuning needs them, and
-            outside of the blocks.
-        on_result: Called with the result of each layer, as soon as its weight is written or it is
-            left dense.
-    """
+    """A block at its turn in the walk, with the layers to prune."""
 
     job: Job
     walk: Walk
-    k: int
+    k: int  # the number of the block in the walk
     padding: Padding
-    report_progress: Callable[[str], None]
+    report_progress: Callable[[str], None]  # called with the present task, in words
     layers: list[Layer]
-    tuned: Sequence[Layer] = ()
-    dense: DenseStream | None = None
+    tuned: Sequence[Layer] = ()  # other layers of the block, which only tuning changes
+    dense: DenseStream | None = None  # the dense model's hidden states, if they are needed
     on_result: Callable[[LayerResult], None] = lambda _: None
+    """Called with the result of each layer, as soon as its weight is written or it is left
+    dense."""
 
     @property
     def name(self) -> str | None:
@@ -106,9 +94,8 @@ class WalkedBlock:
     def calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
         """Accumulate the Hessians of layers in one pass over the batches of all processes.
 
-        A second pass follows if layers share an input in some batches only. All processes must
-        call this.
-        `pooled` are experts whose inputs count only in the Hessian of all experts.
+        A second pass follows if layers share an input in some batches only. All processes must call
+        this. `pooled` are experts whose inputs count only in the Hessian of all experts.
         """
         name = self.name or "model"
         batches, dense = len(self.walk.batches), self.dense_target
@@ -176,35 +163,21 @@ class Remover(ABC):
     def prune(self, block: WalkedBlock) -> list[LayerResult]:
         """Prune the layers of a block in place.
 
-        Returns:
-            The results of the layers, those that cannot be pruned and stay dense included. Each is
-            published as soon as its layer is written.
+        Returns the results of all layers, those that stay dense included. Each is published as soon
+        as its layer is written.
         """
 
-    def put_on_grid(
-        self,
-        block: WalkedBlock,  # noqa: ARG002
-        results: Sequence[LayerResult],
-    ) -> list[LayerResult]:
+    def put_on_grid(self, block: WalkedBlock, results: Sequence[LayerResult]) -> list[LayerResult]:
         """Quantise the layers that waited for the tuning of their block.
 
-        Args:
-            block: The block.
-            results: The results of `prune`.
-
-        Returns:
-            The results with those of the quantised layers replaced.
+        Returns the `results` of `prune`, with those of the quantised layers replaced.
         """
+        del block
         return list(results)  # by default, no layer waits
 
 
 class LayerSolver(Remover):
-    """Prunes each layer by itself: a mask in the pattern, and its compensation.
-
-    Args:
-        recipe: How layers are pruned.
-        patterns: The patterns of layers, by name, that differ from the recipe's.
-    """
+    """Prunes each layer by itself; `patterns` are those of layers that differ from the recipe's."""
 
     def __init__(self, recipe: Recipe, patterns: Mapping[str, Pattern] | None = None) -> None:
         self._recipe, self._patterns = recipe, patterns or {}
@@ -230,10 +203,9 @@ class LayerSolver(Remover):
                     replace(recipe, pattern=self._patterns.get(layer.name, recipe.pattern))
                     for layer in together
                 ]
-                progress = partial(_report_of_layer, block)
-                results += block.published(
-                    prune_layers(together, calibrated, recipes, progress, block.job.processes)
-                )
+                progress, processes = partial(_report_of_layer, block), block.job.processes
+                new = prune_layers(together, calibrated, recipes, progress, processes)
+                results += block.published(new)
                 block.report_progress(together[-1].name)
         _warn_of_shared([result.row for result in results if result.row.shared_hessian])
         return results
@@ -259,11 +231,7 @@ class LayerSolver(Remover):
 
 
 class HeadSolver(Remover):
-    """Quantises the output head.
-
-    Args:
-        recipe: The recipe, which removes nothing and has the grid of the head.
-    """
+    """Quantises the output head by a recipe which removes nothing and has the grid of the head."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -283,10 +251,7 @@ class HeadSolver(Remover):
 def _calibrated(
     block: WalkedBlock, group: InputGroup, pool: HessianAccumulator | None
 ) -> Calibrated | str:
-    """Return the statistics of an input, or the reason why its layers cannot be pruned.
-
-    `pool` is the accumulator of all experts' inputs, for the group of an expert.
-    """
+    """Return the statistics of an input, or the reason why its layers cannot be pruned."""
     first, accumulator = group.layers[0], group.hand_over()
     tokens = accumulator.num_tokens
     # For an expert the pool decides: without tokens of its own it has the Hessian of all experts.

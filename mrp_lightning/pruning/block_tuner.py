@@ -103,18 +103,10 @@ class BlockTuner:
     ) -> tuple[BlockReport, dict[str, GridParameters]]:
         """Tune the pruned layers of block k in place.
 
-        The dense stream has advanced past the block, the walk has not.
-
-        Args:
-            k: The number of the block.
-            layers: The layers.
-            known: The parameters of layers on the grid of an engine, by name.
-            row: The row of the block in the report.
-            progress: Called with the present task, in words.
-
-        Returns:
-            The row with the errors, which are `None` if there is nothing to tune, and the new grid
-            parameters of the layers in `known`; empty if the untuned block is best.
+        The dense stream has advanced past the block, the walk has not. `known` are the parameters
+        of layers on the grid of an engine, by name. Returns the block's row of the report with the
+        errors, which are `None` if there is nothing to tune, and the new parameters of the layers
+        in `known`; empty if the untuned block is best.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
@@ -158,14 +150,8 @@ class BlockTuner:
             for parameter in weights.parameters:
                 self.processes.like_first_(parameter)
         grid = {layer: x.map(self._of_first) for layer, x in weights.grid.items()}
-        tuned = replace(
-            row,
-            error_before=untuned,
-            error_after=best,
-            epoch=best_epoch,
-            seconds=time.perf_counter() - start,
-        )
-        return tuned, grid
+        row = replace(row, error_before=untuned, error_after=best, epoch=best_epoch)
+        return replace(row, seconds=time.perf_counter() - start), grid
 
     def _add_gradients(
         self, k: int, parts: Sequence[_Windows], weights: "_Tuned", scale: float
@@ -229,10 +215,9 @@ class BlockTuner:
     def _errors(self, k: int, part: _Windows) -> tuple[Tensor, Tensor]:
         """Return the sums of ‖y − y_d‖² and ‖y_d‖² over the tokens of `part`.
 
-        y are the outputs of block k, and y_d its outputs in the dense stream. With a grid, both
-        terms of a token are divided by its ‖y_d‖², so that all tokens weigh the same: the first
-        token of a window may be 10⁴ times as large as the others (in SmolLM2 it has 98% of all
-        energy), and would alone decide the scales.
+        With a grid, both terms of a token are divided by its ‖y_d‖², so that all tokens weigh the
+        same: the first token of a window may have 98% of all energy (in SmolLM2), and would alone
+        decide the scales.
         """
         outputs, target = self._outputs(k, part.batch), self.dense.outputs[part.batch]
         assert target is not None
@@ -275,9 +260,6 @@ class BlockTuner:
 
 class _Tuned(ABC):
     """The weights of some layers while a block is tuned, as functions of `masters`.
-
-    Args:
-        layers: The layers to tune.
 
     Attributes:
         parameters: The parameters of the layers.
@@ -368,11 +350,6 @@ class _Scales(_Tuned):
     rate serves weights and scales. Minima change in proportion to scales, so that whole groups
     shrink or grow. Both are rounded to those of the grid in every step, so that the epoch is chosen
     by weights that lie on it.
-
-    Args:
-        layers: The layers, which are on the grid.
-        grid: The grid.
-        known: The parameters of layers on the grid, by name, as far as they are known.
     """
 
     def __init__(

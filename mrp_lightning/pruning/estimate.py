@@ -61,14 +61,8 @@ def estimate(
 ) -> Estimate:
     """Estimate a pruning on `windows` calibration windows of `length` tokens.
 
-    Args:
-        model: The model, with or without its weights.
-        plan: The blocks and layers to prune.
-        settings: The settings of the pruning.
-        windows: The number of calibration windows.
-        length: The number of tokens a window.
-        tokens_per_second: The speed of the model's forward.
-        products_per_second: The speed of float32 matrix products, in multiply-adds a second.
+    The model may be without its weights. The speeds are those of its forward, and of float32 matrix
+    products in multiply-adds a second.
     """
     head = [] if plan.head is None else [plan.head]
     if isinstance(plan, ShorteningPlan):
@@ -98,16 +92,14 @@ def estimate(
     products += _INVERSE * times * sum(columns**3 for columns in inputs.values())
     seconds += products / products_per_second
     size = next(model.parameters()).element_size()
-    states = (
-        tokens * _columns([*layers, *head][0]) * size * (1 + aims_at_dense)
-    )  # the hidden states
+    hidden_states = tokens * _columns([*layers, *head][0]) * size * (1 + aims_at_dense)
     # The rows of a head are solved in parts.
     solved = [(layer.weight.numel(), _columns(layer)) for layer in layers]
     solved += [(min(layer.weight.numel(), ELEMENTS), _columns(layer)) for layer in head]
     # Layers are solved one after another, so that the largest one decides; 4 bytes a float32.
     solver = max(4 * (_PER_WEIGHT * count + _PER_SQUARE * columns**2) for count, columns in solved)
     solver += sum(layer.weight.nbytes for layer in head)
-    return Estimate(seconds, round(states + solver) + _BUFFERS)
+    return Estimate(seconds, round(hidden_states + solver) + _BUFFERS)
 
 
 def _of_blocks(

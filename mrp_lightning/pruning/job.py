@@ -35,13 +35,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Usage:
-    """The time and the memory that a pruning took.
+    """The time and the memory that a pruning took, with those of the runs that it resumed.
 
-    Attributes:
-        seconds: The wall-clock time, with that of the earlier runs that this one resumed.
-        cpu_seconds: The CPU time of all threads, likewise; `None` before the end.
-        peak_rss: The most memory of this machine, in bytes, that the process held; `None` where
-            that is not known: on Windows, and if the process had held as much before.
+    `PruningReport` describes the numbers; they are `None` before the end, or where not known.
     """
 
     seconds: float = 0.0
@@ -52,8 +48,7 @@ class Usage:
 class Listener:
     """Receives the results of a pruning, as they are made, and its progress.
 
-    Results flow one way: the report is made of those that the listener has, and nothing that prunes
-    reads them back. This base class collects results and logs messages.
+    This base class collects results and logs messages. Nothing that prunes reads them back.
 
     Attributes:
         walk: The name of the walk; `None` before it is chosen.
@@ -103,10 +98,7 @@ class Listener:
         self._present[result.name] = result
 
     def block(self, result: BlockResult, *, resumed: bool = False) -> None:
-        """Receive the result of a block, which replaces those of its layers.
-
-        A block is `resumed` if it was restored from the journal.
-        """
+        """Receive the result of a block, `resumed` from the journal, or in place of its layers'."""
         # Layers of a block from the journal are not reported one by one, so they count here. Others
         # have been counted by `layer`.
         self.num_layers += len(result.layers) * resumed
@@ -134,7 +126,7 @@ def steps_of(plan: Plan) -> int:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """One pruning: model, settings, data, processes, journal, listener.
+    """One pruning.
 
     Attributes:
         model: The module whose forward `forward` runs. It is pruned in place.

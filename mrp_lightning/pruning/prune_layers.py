@@ -64,9 +64,9 @@ def prune_layers(
 ) -> list[LayerResult]:
     """Prune layers that share an input in place.
 
-    Each weight is written in one copy at the end. All processes, which share the rows, must call
-    this. `recipes` has one recipe for each layer, all with the same grid. `progress` is called with
-    a layer and the progress of its long solution, in words. The results are in the order of layers.
+    All processes, which share the rows, must call this. `recipes` has one recipe for each layer,
+    all with the same grid. `progress` is called with a layer and the progress of its long solution,
+    in words. The results are in the order of layers.
 
     Raises:
         HessianError: The Hessian is unusable, or a new weight exceeds the range of its dtype.
@@ -89,10 +89,7 @@ def prune_layers(
 
 
 class _Unpruned:
-    """A layer to prune, with its weight before anything changes.
-
-    Losses are against this weight, and its zeros may not come back.
-    """
+    """A layer to prune, with its weight before anything changes."""
 
     def __init__(self, layer: Layer, recipe: Recipe, processes: Processes) -> None:
         self.layer, self.recipe, self.processes = layer, recipe, processes
@@ -168,18 +165,15 @@ def put_layers_on_grid(
     """Quantise pruned and tuned layers that share an input, in place.
 
     `inputs` is the Hessian with which the layers were pruned, and `pruned` are their results then.
-    Returns the results with the loss of quantisation added, and the layers' parameters. All
-    processes must call this.
+    Returns these with the loss of quantisation added. All processes must call this.
     """
     assert recipe.grid is not None
     weights = [layer.weight.contiguous() for layer in layers]
     with measured(weights[0].device) as used:
         tasks = [LayerTask(each, recipe, progress=progress, is_pruned=True) for each in weights]
         solutions = prune_together(tasks, inputs, processes=processes)
-    results = []
-    for layer, earlier, solution, part in zip(
-        layers, pruned, solutions, _parts(used, weights), strict=True
-    ):
+    results, parts = [], _parts(used, weights)
+    for layer, earlier, solution, part in zip(layers, pruned, solutions, parts, strict=True):
         layer.write_(solution.weight)
         row = earlier.row.on_grid(solution.loss, recipe.grid.bits, part["seconds"])
         results.append(_result(row, recipe, solution.grid_parameters))

@@ -32,12 +32,12 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure
+from mrp_lightning.pruning.balance import apply_factors
 from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
-from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job, Usage
 from mrp_lightning.pruning.survey import survey
-from mrp_lightning.pruning.units import UnitRemover
+from mrp_lightning.pruning.units import ExpertRemover, UnitRemover
 from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.patterns import Pattern
@@ -102,11 +102,8 @@ def _require_pruned(results: Sequence[BlockResult]) -> None:
 def started(job: Job) -> Iterator[tuple[Padding, Pinned]]:
     """Run a job in this context: its time and memory are measured, and offloaded blocks moved.
 
-    Yields:
-        The padding, which watches all forwards, and the context that keeps a block on the device.
-
-    Raises:
-        OutOfMemoryError: There is not enough memory.
+    Yields the padding, which watches all forwards, and the context that keeps a block on the
+    device.
     """
     offloads, padding = job.settings.offload, Padding(job.model)
     # Streamed blocks come from their files when they run, so there is nothing to move.
@@ -152,11 +149,6 @@ class _Steps:
     """The steps of a pruning: the blocks, the layers outside of them, and the head.
 
     Each is restored from the journal, or pruned, tuned and stored in it.
-
-    Args:
-        job: The job.
-        padding: Separates tokens from padding in the inputs of layers.
-        pinned: Context that keeps a block on the device.
     """
 
     def __init__(self, job: Job, padding: Padding, pinned: Pinned) -> None:
@@ -167,8 +159,7 @@ class _Steps:
     def start(self) -> Sequence[Block]:
         """Choose the walk over the blocks, and survey the dense model.
 
-        Returns:
-            The blocks up to the last one that has layers to prune, in the order of their calls.
+        Returns the blocks up to the last one with layers to prune, in the order of their calls.
         """
         job = self.job
         if not job.plan.blocks:
@@ -202,12 +193,11 @@ class _Steps:
         """Finish block k, and compute the inputs of the next one."""
         assert self.walk is not None
         job, name = self.job, self.walk.blocks[k].name
-        block = self._block(
-            k, self.walk, k, job.plan.layers[name], job.tuned_with(name), self.dense
-        )
+        layers_of_both = job.plan.layers[name], job.tuned_with(name)
+        block = self._block(k, self.walk, k, *layers_of_both, self.dense)
         # 1. The block is scaled first: the dense weights that are remembered have to fit the
         #    norms as these are from now on.
-        self.survey.scale(self.walk.blocks[k])
+        apply_factors(self.survey.factors, self.walk.blocks[k])
         block.remember(block.tuned)
         # 2. The weights change: as the journal has them, or by pruning.
         restored = self._restored(k, block)
@@ -252,9 +242,9 @@ class _Steps:
         """Restore layers outside, or the head, from the journal, or prune and store them."""
         block = self._block(step, walk, 0, layers)
         restored = self._restored(step, block)
-        result = restored or self._kept(
-            step, block, BlockResult(block.name or "", tuple(solver.prune(block)))
-        )
+        if (result := restored) is None:
+            pruned = BlockResult(block.name or "", tuple(solver.prune(block)))
+            result = self._kept(step, block, pruned)
         self.job.listener.finished(step, result.pruned_rows, resumed=restored is not None)
         return result
 
@@ -267,18 +257,9 @@ class _Steps:
         tuned: Sequence[Layer] = (),
         dense: DenseStream | None = None,
     ) -> WalkedBlock:
-        job = self.job
-        return WalkedBlock(
-            job,
-            walk,
-            k,
-            self.padding,
-            partial(job.progress, step),
-            layers,
-            tuned,
-            dense,
-            job.listener.layer,
-        )
+        job, progress = self.job, partial(self.job.progress, step)
+        of_block = layers, tuned, dense, job.listener.layer
+        return WalkedBlock(job, walk, k, self.padding, progress, *of_block)
 
     def _whole_model(self) -> WholeModel:
         walk = WholeModel(self._forward, self.job.batches, [Block("", self.job.model, "")])
@@ -369,7 +350,7 @@ class _Steps:
     def _tuned(self, block: WalkedBlock, layers: Sequence[LayerResult]) -> BlockResult:
         """Tune a pruned block, quantise the layers that waited, and return the block's result."""
         name = block.name or ""
-        row = BlockReport(name=name, sparsity=self.survey.sparsity_of(name))
+        row = BlockReport(name=name, sparsity=self.survey.sparsities.get(name))
         pruned = BlockResult(name, tuple(layers), row if self.survey.patterns else None)
         if self.tuner is None:
             return pruned

@@ -42,20 +42,12 @@ which the block is not linear in the layer. Rounding in bfloat16 gives about 0.0
 
 @dataclass(frozen=True)
 class Removal:
-    """A choice of blocks. A change is that of the output, as `OutputChange` defines it.
+    """A choice of blocks. A change is that of the output, as `OutputChange` defines it."""
 
-    Attributes:
-        blocks: The numbers of the blocks to remove, in ascending order.
-        change: The change without these blocks.
-        run_change: The change without the best run of consecutive blocks.
-        greedy_change: The change without the blocks of the greedy search; NaN if there was no
-            search, or if it ended with a set that was worse than the best run.
-    """
-
-    blocks: tuple[int, ...]
-    change: float
-    run_change: float
-    greedy_change: float = math.nan
+    blocks: tuple[int, ...]  # the numbers of the blocks to remove, in ascending order
+    change: float  # without these blocks
+    run_change: float  # without the best run of consecutive blocks
+    greedy_change: float = math.nan  # without the greedy search's; NaN if that found none better
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Removal":
@@ -64,11 +56,10 @@ class Removal:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the choice as tensors, for a journal."""
-        changes = [self.change, self.run_change, self.greedy_change]
-        return {
-            "blocks": torch.tensor(self.blocks),
-            "changes": torch.tensor(changes, dtype=torch.float64),
-        }
+        changes = torch.tensor(
+            [self.change, self.run_change, self.greedy_change], dtype=torch.double
+        )
+        return {"blocks": torch.tensor(self.blocks), "changes": changes}
 
     @property
     def gaps(self) -> list[range]:
@@ -80,15 +71,10 @@ class Removal:
 
 @dataclass(frozen=True)
 class Repair:
-    """The new weights of the last layers before the gaps.
+    """The new weights of the last layers before the gaps."""
 
-    Attributes:
-        weights: The new weights (rows, columns), by the name of their layer.
-        change: The change of the output with these weights; that without them if there are none.
-    """
-
-    weights: Mapping[str, Tensor]
-    change: float
+    weights: Mapping[str, Tensor]  # (rows, columns), by the name of their layer
+    change: float  # of the output, with these weights
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Repair":
@@ -198,12 +184,9 @@ def _check_removal(walk: Inject, job: Job) -> None:
 
 
 class _Skipped:
-    """The model without some blocks, compared with the dense model.
+    """The model without some blocks, compared with the dense model on the batches of a walk.
 
-    Args:
-        job: The job, whose model is dense when `start` is first called.
-        walk: A walk over the batches that are compared, at its start.
-        padding: Separates tokens from padding.
+    The model of the job is dense when `start` is first called.
     """
 
     def __init__(self, job: Job, walk: Inject, padding: Padding) -> None:
@@ -267,11 +250,8 @@ def choose_blocks(model: _Skipped) -> Removal:
 def _greedy(model: _Skipped, limit: float) -> tuple[list[int], float]:
     """Remove one block after another, each time the one whose removal changes the output least.
 
-    After the first, only the 2m blocks are tried whose removal alone changes it least.
-
-    Returns:
-        The blocks, and the change of the output; NaN once no block leaves the change below the
-        limit.
+    After the first, only the 2m blocks are tried whose removal alone changes it least. Returns the
+    blocks, and the change of the output; NaN once no block leaves the change below the limit.
     """
     removed: list[int] = []
     tried: Collection[int] = range(len(model.blocks))
@@ -311,12 +291,8 @@ class _Repairer:
 
     c being the scale by which the block adds the output of the layer to its own, 1 in most
     families. The solution is Δ = G(H + λI)⁻¹ for H = 2·XᵀX / tokens and G = 2·EᵀX / tokens with
-    the rows (h − y)/c of E.
-
-    Args:
-        model: The model without blocks, and the held-out windows that it is compared on.
-        walk: A walk over the windows of the fit, at its start.
-        removal: The blocks that are removed.
+    the rows (h − y)/c of E. The walk, at its start, is over the windows of the fit, and the model
+    is compared on others.
     """
 
     def __init__(self, model: _Skipped, walk: Inject, removal: Removal) -> None:
@@ -382,9 +358,8 @@ class _Repairer:
     def _linear_layer(self, before: int) -> tuple[str, float] | None:
         """Find the widest layer in whose output its block is linear, by noise on that output.
 
-        Returns:
-            The name of the layer, which is called once, and the scale c: if its output moves by δ,
-            that of the block moves by c·δ. `None` without windows to fit.
+        Returns the name of the layer, which is called once, and the scale c: if its output moves by
+        δ, that of the block moves by c·δ. `None` without windows to fit.
         """
         walk, block = self._short, self._short.blocks[before]
         if not walk.batches or (output := self._output(before, 0)) is None:
@@ -424,11 +399,8 @@ class _Repairer:
     ) -> tuple[Layer, Tensor] | str:
         """Return the layer with its new weight, in the dtype of the layer, or why there is none.
 
-        Args:
-            layer: The layer.
-            scale: The scale c of its output in that of its block.
-            before: The number of its block.
-            behind: The number of the last block of the gap, whose dense outputs are stored.
+        `before` is the number of its block, `behind` that of the last block of the gap, whose dense
+        outputs are stored.
         """
         processes = self._job.processes
         hessian = HessianAccumulator(layer.columns, layer.name)

@@ -55,7 +55,7 @@ def require_matches(
     prefix: str = "",
     shown: Callable[[str], str] = str,
 ) -> None:
-    """Raise if a pattern matches no name.
+    """Raise a TargetError that lists all malformed patterns, or all that match no name.
 
     Args:
         argument: The argument that holds the patterns, for the message.
@@ -63,10 +63,6 @@ def require_matches(
         names: The names of the modules.
         prefix: The prefix that names lack in the checkpoint.
         shown: Maps a name to its form in the message.
-
-    Raises:
-        TargetError: The message lists every such pattern with the nearest names, or all malformed
-            regular expressions.
     """
     patterns = list(patterns)
     if malformed := {p: why for p in patterns if (why := _why_malformed(p))}:
@@ -199,15 +195,10 @@ _VALUES_AT_ONCE = 2**22
 def refuse_not_finite(
     layers: Sequence[Layer], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise if weights hold NaN or Inf, which would make every result NaN.
+    """Raise a TargetError that names all weights with NaN or Inf, which make every result NaN.
 
-    Args:
-        layers: The layers to prune.
-        parameters: All parameters of the model or block, by name; parameters that are no plain
-            tensors, or on the meta device, are not checked.
-
-    Raises:
-        TargetError: Values are not finite. The message names all such weights.
+    `layers` are to be pruned, `parameters` are all of the model or block, by name; those that are
+    no plain tensors, or on the meta device, are not checked.
     """
     tensors = {layer.name: layer.weight for layer in layers}
     of_layers = {id(layer.parameter) for layer in layers}

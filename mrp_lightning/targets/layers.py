@@ -269,8 +269,7 @@ _REPARAMETRIZED = {
 def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     """Return why a weight cannot be read and written as a matrix, with the next step.
 
-    The result is `None` for a dense floating tensor on a real device or, with `allow_meta`, on the
-    meta device.
+    It is `None` for a dense floating tensor on a real device or, if `allow_meta`, the meta device.
     """
     module = layer.module
     if parametrize.is_parametrized(module):

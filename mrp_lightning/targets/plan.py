@@ -202,11 +202,7 @@ class _Wish:
 
     @classmethod
     def of(cls, contents: _Contents, targets: tuple[str, ...], ignored: tuple[str, ...]) -> "_Wish":
-        """Return the layers of a model that the patterns of `targets` and `ignore` select.
-
-        Raises:
-            TargetError: A pattern matches nothing.
-        """
+        """Return the layers of a model that the patterns of `targets` and `ignore` select."""
         prefix, in_blocks = contents.prefix, contents.in_blocks
         names = [*contents.layers]
         require_matches("targets", targets, names or [*contents.modules], prefix, contents.shown)
@@ -336,10 +332,7 @@ def _without_weights(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
 
 
 def _tied(model: nn.Module, contents: _Contents, layers: list[Layer]) -> Iterator[Skipped]:
-    """Yield the layers that stay dense because another one has the same weight.
-
-    A shared weight is pruned with the first layer that has it, or never.
-    """
+    """Yield the layers that stay dense because another one has the same weight."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = without_compiled(name.rpartition(".")[0])

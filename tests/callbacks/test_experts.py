@@ -20,10 +20,10 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
 from mrp_lightning.narrowing.cutting import narrow
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
-from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.pruning.units import ExpertRemover
 from mrp_lightning.targets.plan import make_plan
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import Inject
 from mrp_lightning.errors import OptionError, TargetError
-from mrp_lightning.pruning.allocation import (
+from mrp_lightning.pruning.output_change import _divergence
+from mrp_lightning.pruning.prune_layers import prune_layers
+from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.pruning.survey import (
     STEP,
     Change,
     allocate,
     patterns_of_layers,
 )
-from mrp_lightning.pruning.output_change import _divergence
-from mrp_lightning.pruning.prune_layers import prune_layers
-from mrp_lightning.pruning.settings import Settings
 
 OUTPUT = {"allocation": "output"}
 
@@ -27,7 +27,7 @@ OUTPUT = {"allocation": "output"}
 @pytest.fixture
 def fine(monkeypatch):
     """No grid: sparsities follow the measurements to 1e-10."""
-    monkeypatch.setattr("mrp_lightning.pruning.allocation.STEP", 1e-9)
+    monkeypatch.setattr("mrp_lightning.pruning.survey.STEP", 1e-9)
 
 
 def uneven(model: nn.Module) -> nn.Module:

@@ -250,10 +250,8 @@ def test_the_function_stays_and_the_factors_are_those_of_a_textbook(build, batch
         found.update({n: p.clone() for n, p in model.named_parameters()})
 
     # The weights as they are balanced, before the first of them is put on its grid.
-    original = balance.Balance.apply
-
-    def apply(self, block):
-        original(self, block)
+    def apply(factors, block):
+        balance.apply_factors(factors, block)
         keep(block.module)
         if block.name.endswith("layers.1"):
             found["logits"] = model(**batches[2]).logits
@@ -264,7 +262,7 @@ def test_the_function_stays_and_the_factors_are_those_of_a_textbook(build, batch
 
     options = {"beyond": {**GRID, "damping": 0.01}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough):
-        patch.setattr(balance.Balance, "apply", apply)
+        patch.setattr("mrp_lightning.pruning.sequential.apply_factors", apply)
         patch.setattr("mrp_lightning.pruning.block.LayerSolver.prune", lambda *_: [])
         prune_model(model, batches, **ALONE, **options)
     for norm, weight in expected.items():

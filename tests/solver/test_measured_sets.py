@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from mrp_lightning.pruning.experts import measured_set
+from mrp_lightning.pruning.units import measured_set
 
 
 def quadratic(seed, units=8):
