@@ -7,10 +7,10 @@ Experts are packed one by one.
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from mrp_lightning.models.checkpoint import (
 )
 from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType, decompose, fit_groups
 from mrp_lightning.targets.blocks import listed, matches, require_matches
-from mrp_lightning.targets.layers import Expert, Layer, layers_of
+from mrp_lightning.targets.layers import Expert, layers_of
 
 _GROUPS = (128, 64, 32)
 """The group sizes that engines' kernels support, largest first; a whole row is another."""
@@ -79,7 +79,7 @@ def choose_compressed(checkpoint: Checkpoint, skip: Sequence[str] = ()) -> Compr
     """
     grid, claims = _claims_of(checkpoint)
     model = build_without_weights(checkpoint.pretrained_config())
-    search = _Search.of(model, claims, skip, grid.group_size, checkpoint.grid_parameters())
+    search = _Search(model, claims, skip, grid.group_size, checkpoint.grid_parameters())
     for tensor in checkpoint.finite_parameters(model, "finding codes"):
         search.examine(*tensor)
     left = search.left
@@ -119,81 +119,49 @@ _EXPERT = re.compile(r"\.(\d+)\.[^.]+$")
 """The number of an expert and the name of its matrix, at the end of a name in the files."""
 
 
-@dataclass
 class _Search:
     """The search for the codes of a checkpoint, matrix by matrix of its files.
 
     All layers of a file have the same bits: a layer off the 4-bit grid makes it 8 for all, since
-    codes of 4 bits are codes of 8 bits, too.
-
-    Attributes:
-        layers: All layers of the model, by name.
-        wanted: The names of the pruned layers that are not left out.
-        group_size: Columns that share a scale; −1 for all of a row.
-        known: The grid parameters that the pruning kept, by the names of layers.
-        linear: The names of the model's linear modules.
-        tables: The names of its embeddings, which need not be listed as dense.
-        bits: Bits of a weight: 4 or 8.
-        packed: The matrices that are packed.
-        chosen: The known grid parameters of these, by their names.
-        misfits: The reasons why matrices cannot be stored, by name.
-        packed_layers: The layers of which a matrix is packed.
-        named: The modules of the other matrices, by their names in the model and in the files.
-        dense_experts: Likewise the modules of experts.
+    codes of 4 bits are codes of 8 bits, too. The search begins without weights.
     """
 
-    layers: Mapping[str, Layer]
-    wanted: Set[str]
-    group_size: int
-    known: Mapping[str, GridParameters]
-    linear: Sequence[str]
-    tables: Set[str]
-    bits: int = _BITS[0]
-    packed: list[LayerChoice] = field(default_factory=list)
-    chosen: dict[str, GridParameters] = field(default_factory=dict)
-    misfits: dict[str, str] = field(default_factory=dict)
-    packed_layers: set[str] = field(default_factory=set)
-    named: dict[str, None] = field(default_factory=dict)
-    dense_experts: dict[str, None] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: PreTrainedModel,
         claims: Mapping[str, Claim],
         skip: Sequence[str],
         group_size: int,
         known: Mapping[str, GridParameters],
-    ) -> "_Search":
-        """Return a search over the layers of a model, which needs no weights yet."""
+    ) -> None:
         modules = dict(model.named_modules())
-        layers = {each.name: each for name, m in modules.items() for each in layers_of(name, m)}
-        require_matches("--skip", skip, list(layers))
-        wanted = {
+        layers = [layer for name, m in modules.items() for layer in layers_of(name, m)]
+        self.layers = {layer.name: layer for layer in layers}
+        require_matches("--skip", skip, list(self.layers))
+        self.wanted = {
             name
             for name in claims
-            if name in layers and not any(matches(name, pattern) for pattern in skip)
+            if name in self.layers and not any(matches(name, pattern) for pattern in skip)
         }
-        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-        tables = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+        experts = [layer for layer in layers if isinstance(layer, Expert)]
+        # An expert for each parameter in which experts are stacked, by the parameter's name.
+        self.stacks = {layer.parameter_name: layer for layer in experts}
+        # Modules of which some experts are not packed: engines need one format for all.
+        self.partly = {layer.owner for layer in experts if layer.name not in self.wanted}
+        self.linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+        self.tables = {name for name, m in modules.items() if isinstance(m, nn.Embedding)}
         # Layers that stay dense must not restrict the divisors of the group size.
-        search = cls(layers, wanted, -1, known, linear, tables)
-        widths = [layers[n].weight.shape[1] for n in wanted if search.why_dense(n) is None]
-        if widths:
-            search.group_size = _group_size(group_size, widths)
-        return search
-
-    @cached_property
-    def stacks(self) -> dict[str, Expert]:
-        """An expert for each parameter in which experts are stacked, by the parameter's name."""
-        experts = [layer for layer in self.layers.values() if isinstance(layer, Expert)]
-        return {layer.parameter_name: layer for layer in experts}
-
-    @cached_property
-    def partly(self) -> set[str]:
-        """The modules of which some experts are not packed; engines need one format for all."""
-        experts = [layer for layer in self.layers.values() if isinstance(layer, Expert)]
-        return {layer.owner for layer in experts if layer.name not in self.wanted}
+        packed = [name for name in self.wanted if self.why_dense(name) is None]
+        widths = [self.layers[name].weight.shape[1] for name in packed]
+        self.group_size = _group_size(group_size, widths) if widths else -1
+        self.known, self.bits = known, _BITS[0]
+        self.packed: list[LayerChoice] = []
+        self.chosen: dict[str, GridParameters] = {}  # by the names of packed matrices
+        self.misfits: dict[str, str] = {}  # the reasons why matrices cannot be stored, by name
+        self.packed_layers: set[str] = set()  # of which a matrix is packed
+        # The modules of all other matrices, by their names in the model and in the files.
+        self.named: dict[str, None] = {}
+        self.dense_experts: dict[str, None] = {}
 
     @property
     def dense(self) -> list[str]:
@@ -418,7 +386,7 @@ def _of_matrix(known: GridParameters | None, matrix: Tensor, grid: Grid) -> Grid
 
 
 def _off(weight: Tensor, grid: Grid, known: GridParameters | None) -> str | None:
-    """Return how many groups of a weight are off a grid; None if all are on it."""
+    """Return how many groups of a weight are off a grid, if any."""
     fits = fit_groups(grid, weight, known)[2]
     missing = int((~fits).sum())
     return f"{missing} of {fits.numel()} groups are no multiples of a scale" if missing else None

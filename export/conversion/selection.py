@@ -182,24 +182,21 @@ def _refuse_misfits(
         elif any(choice.off_grid for choice in offending):
             problem = f"is not of four bits in {many}. Write `--format bitmask`"
         else:
-            problem = f"has too few zeros in {many}. {_of_bits(claims.grid)}Prune it"
+            problem = f"has too few zeros in {many}. "
+            if (grid := claims.grid) is not None:
+                problem += (
+                    f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is "
+                    "packed is `bits` of 3 or 4, in groups of a multiple of "
+                    f"{_FOUR_BITS.group_size}. `--format compressed-tensors` and `python -m "
+                    "export.to_gguf` store other grids, too. "
+                )
+            problem += "Prune it"
         raise PatternError(
             f"{path} {problem}, leave these out with `--skip`, or pack what fits with "
             f"`--allow-partial`:\n{_listed(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
         raise PatternError(f"{path} has no layer that can be packed:\n{_listed(choices)}")
-
-
-def _of_bits(grid: Grid | None) -> str:
-    """Return a sentence on the grids that are packed, for a checkpoint on a grid, else ""."""
-    if grid is None:
-        return ""
-    return (
-        f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is "
-        f"`bits` of 3 or 4, in groups of a multiple of {_FOUR_BITS.group_size}. `--format "
-        "compressed-tensors` and `python -m export.to_gguf` store other grids, too. "
-    )
 
 
 def _listed(choices: Sequence[LayerChoice]) -> str:
@@ -402,7 +399,8 @@ def _without_matrix(
 ) -> dict[str, LayerChoice]:
     """Return choices for the named layers whose weight is not a separate matrix in the files."""
     choices = {}
-    for layer in sorted(_all_layers(model), key=lambda layer: layer.name):
+    layers = [each for name, module in model.named_modules() for each in layers_of(name, module)]
+    for layer in sorted(layers, key=lambda layer: layer.name):
         if layer.name not in names:
             continue
         if isinstance(layer, Expert):
@@ -416,10 +414,6 @@ def _without_matrix(
         shape = (layer.weight.shape[0], layer.weight.shape[1])
         choices[layer.name] = LayerChoice(layer.name, "", shape, layer.weight.dtype, reason=reason)
     return choices
-
-
-def _all_layers(model: nn.Module) -> list[Layer]:
-    return [layer for name, module in model.named_modules() for layer in layers_of(name, module)]
 
 
 def _default_targets(model: nn.Module) -> set[str]:

@@ -72,7 +72,7 @@ class Fields:
     def known(self) -> frozenset[str]:
         """The names of all fields of a configuration that this family knows."""
         own = self.stored | self.fixed.keys() | self.judged.keys() | self.warned.keys()
-        return SIZES | WITHOUT_EFFECT | _OF_ALL.keys() | self.implied | own
+        return SIZES | WITHOUT_EFFECT | _OF_ALL | self.implied | own
 
     def warnings(self, config: PreTrainedConfig) -> list[str]:
         """Return the differences between llama.cpp and transformers on some texts."""
@@ -120,48 +120,27 @@ class Fields:
             )
 
 
-def _architectures(config: PreTrainedConfig) -> str | None:
+def own_code(config: PreTrainedConfig) -> Iterator[str]:
+    """Yield why the model is none of transformers' class for its `model_type`."""
     expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = config.architectures or []
     # The case of letters is ignored, and a checkpoint that names no class has the one of its
     # `model_type`.
-    if expected is None or [name.lower() for name in names] in ([], [expected.__name__.lower()]):
-        return None
-    return f"`architectures` names {', '.join(names)}, and the file is of a {expected.__name__}"
-
-
-def _auto_map(config: PreTrainedConfig) -> str | None:
-    own_code = getattr(config, "auto_map", None) or {}
+    if names and expected and [name.lower() for name in names] != [expected.__name__.lower()]:
+        yield f"`architectures` names {', '.join(names)}, and the file is of a {expected.__name__}"
     # Code of a tokenizer is no code of the model, and its tokenizer.json is what the file holds.
-    of_model = [name for name in own_code if name.startswith(("AutoConfig", "AutoModel"))]
-    if not of_model:
-        return None
-    return f"`auto_map` gives code of the checkpoint for {', '.join(of_model)}"
+    kinds = ("AutoConfig", "AutoModel")
+    of_model = [x for x in getattr(config, "auto_map", None) or {} if x.startswith(kinds)]
+    if of_model:
+        yield f"`auto_map` gives code of the checkpoint for {', '.join(of_model)}"
+    if getattr(config, "is_heterogeneous", False):
+        yield "`per_layer_config` gives some blocks other values"
+    if config.is_encoder_decoder:
+        yield "`is_encoder_decoder` is true"
 
 
-def _per_layer(config: PreTrainedConfig) -> str | None:
-    if not getattr(config, "is_heterogeneous", False):
-        return None
-    return "`per_layer_config` gives some blocks other values"
-
-
-def _encoder_decoder(config: PreTrainedConfig) -> str | None:
-    return "`is_encoder_decoder` is true" if config.is_encoder_decoder else None
-
-
-_OF_ALL: Mapping[str, Rule] = {
-    "architectures": _architectures,
-    "auto_map": _auto_map,
-    "per_layer_config": _per_layer,
-    "is_encoder_decoder": _encoder_decoder,
-}
-"""Rules for fields of every configuration."""
-
-
-def own_code(config: PreTrainedConfig) -> list[str]:
-    """Return why the model is none of transformers' class for its `model_type`, by field."""
-    reasons = (rule(config) for rule in _OF_ALL.values())
-    return [reason for reason in reasons if reason is not None]
+_OF_ALL = frozenset({"architectures", "auto_map", "per_layer_config", "is_encoder_decoder"})
+"""Fields of every configuration that `own_code` judges."""
 
 
 def head_dim_divides(config: PreTrainedConfig) -> str | None:
@@ -183,8 +162,10 @@ def layers_alternate(period: int) -> Rule:
         ]
         if list(config.layer_types) == expected:
             return None
+        kinds = list(config.layer_types)
+        counts = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
         return (
-            f"`layer_types` are {_counts(config.layer_types)}, and llama.cpp takes one layer in "
+            f"`layer_types` are {counts}, and llama.cpp takes one layer in "
             f"{period} as full attention, the last of them, and the others as sliding"
         )
 
@@ -244,10 +225,6 @@ def unheld_window(config: PreTrainedConfig) -> str | None:
         f"{window} tokens get other logits than from transformers. Run it with `-c {window}`, or "
         "where windows are read."
     )
-
-
-def _counts(kinds: Any) -> str:
-    return ", ".join(f"{list(kinds).count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
 
 
 Tables = dict[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]]

@@ -105,6 +105,7 @@ def _distil(run: Path, options: Namespace) -> None:
     from mrp_lightning.commands.distillation import Unfinished, distil
     from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.distillation.text import DistillationText
+    from mrp_lightning.models.loading import load_config
     from mrp_lightning.storage.outputs import check_output_dir
     from mrp_lightning.terminal import Console
 
@@ -136,7 +137,7 @@ def _distil(run: Path, options: Namespace) -> None:
         module,
         data,
         options.out,
-        dtype=_dtype_of(run),
+        dtype=str(load_config(str(run)).dtype or "float32").removeprefix("torch."),
         overwrite=options.overwrite,
         unfinished=unfinished.directory,
         precision=options.precision,
@@ -172,13 +173,6 @@ def _fit(module: "Distillation", options: Namespace) -> str:
     if fewer > available and options.dtype != "bfloat16":
         text += " Give `--dtype bfloat16`, or a smaller `--batch-size`."
     return text
-
-
-def _dtype_of(run: Path) -> str:
-    """Return the dtype of a checkpoint, in which the trained weights are stored, too."""
-    from mrp_lightning.models.loading import load_config
-
-    return str(load_config(str(run)).dtype or "float32").removeprefix("torch.")
 
 
 def _report(result: "Distilled", options: Namespace, console: Any) -> None:

@@ -262,15 +262,6 @@ def _default_out(options: Namespace, settings: "Settings | None") -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _conversion_for(settings: "Settings | None") -> str:
-    """Return the command that converts a pruned model for what runs it."""
-    if settings is None:
-        return "gguf"
-    grid = settings.recipe.grid
-    is_of_llama_cpp = grid is not None and grid.engine == "llama.cpp"
-    return "gguf" if settings.structure is not None or is_of_llama_cpp else "export"
-
-
 def _next_steps(
     out: Path, conversions: "Sequence[Conversion]", settings: "Settings | None", is_causal: bool
 ) -> str:
@@ -289,7 +280,10 @@ def _next_steps(
         else:
             runnable = result
     if not conversions:
-        command = _conversion_for(settings)
+        grid = None if settings is None else settings.recipe.grid
+        is_of_llama_cpp = grid is not None and grid.engine == "llama.cpp"
+        is_dense = settings is None or settings.structure is not None
+        command = "gguf" if is_dense or is_of_llama_cpp else "export"
         # llama.cpp's files are made of models that predict tokens.
         if is_causal or command != "gguf":
             lines.append(f"  mrp-lightning {command} {directory}")

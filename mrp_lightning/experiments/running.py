@@ -125,7 +125,11 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         position = f"[{number}/{len(waiting)}]"
         console.print(f"{position} {trial.directory} …", soft_wrap=True)
         try:
-            result = _make(trial, sweep, tasks)
+            if not (sweep.directory(trial) / TRIAL).exists():  # another process may have made it
+                execute(trial, sweep, tasks)
+            rows = scores_of(read_run(sweep.directory(trial), str(trial.directory)))
+            scores = [f"{row['score']} {row['score'].write(row['value'])}" for row in rows]
+            result = f"{trial.directory}: {', '.join(scores)}"
         except Exception as error:
             # Hours of other runs should not be lost; the command ends with an error.
             failed[trial] = f"{type(error).__name__}: {error}"
@@ -208,16 +212,6 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
     # moment: a run that dies before is resumed, not repeated.
     FinishedTrial(trial, machine(device), config, inputs).save(directory)
     remove_journal(directory)
-
-
-def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
-    """Execute a run, unless another process has; return its scores in words."""
-    directory = sweep.directory(trial)
-    if not (directory / TRIAL).exists():
-        execute(trial, sweep, tasks)
-    run = read_run(directory, str(trial.directory))
-    scores = [f"{row['score']} {row['score'].write(row['value'])}" for row in scores_of(run)]
-    return f"{trial.directory}: {', '.join(scores)}"
 
 
 def _tasks(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> Tasks:

@@ -90,21 +90,10 @@ class Sweep:
     save_checkpoints: bool = False
 
     def __post_init__(self) -> None:
-        if problems := list(self._recipe_problems()):
+        if problems := list(self._problems()):
             raise OptionError("\n".join(problems))
         lists = {k: v if isinstance(v, list) else [v] for k, v in self.vary.items()}
         self.vary = lists  # a single value needs no list
-        if not self.models:
-            raise OptionError(
-                "`models` is empty; expected at least one, such as `models: {tiny: {options: "
-                "{model.model: PATH}}}`."
-            )
-        if not self.out:
-            raise OptionError("`out` is empty; expected a directory, such as `out: runs`.")
-        if problems := list(self._model_problems()):
-            raise OptionError("\n".join(problems))
-        if not self.seeds:
-            raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         if not any(trial.method for trial in self.trials):
             raise OptionError('`runs` is empty; expected at least one, such as `{"2:4": [SM]}`.')
         self.only = [self.only] if isinstance(self.only, str) else self.only
@@ -162,7 +151,7 @@ class Sweep:
         # this the model's options.
         return self.models[trial.model].options | arguments | trial.options()
 
-    def _recipe_problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         for name, recipe in self.recipes.items():
             key = f"`recipes.{name}`"
             if not re.fullmatch(r"[\w.+-]+", name):
@@ -173,9 +162,11 @@ class Sweep:
                 yield f"{key} names no `method`; expected one, such as `method: SM`."
             for setting in {"sparsity", "pattern"} & recipe.keys():
                 yield f"{key} has `{setting}`, and `runs` gives the settings. Leave it out."
-
-    def _model_problems(self) -> Iterator[str]:
-        for name, model in self.models.items():
+        model = "{tiny: {options: {model.model: PATH}}}"
+        for key, example in {"models": model, "out": "runs", "seeds": "[0]"}.items():
+            if not getattr(self, key):
+                yield f"`{key}` is empty. Give it, such as `{key}: {example}`."
+        for name, of_model in self.models.items():
             # A name is a part of paths below `out`: an absolute one, or `..`, would lead elsewhere.
             path = PurePosixPath(name if isinstance(name, str) and name.isprintable() else "")
             if not path.parts or path.is_absolute() or ".." in path.parts:
@@ -183,7 +174,7 @@ class Sweep:
                     f"`models`: {name!r} is no name of a directory in `out`. Expected text such as "
                     "`opt-125m`, in quotes if it is a number."
                 )
-            if not model.block_sizes:
+            if not of_model.block_sizes:
                 yield f"`models.{name}.block_sizes` is empty; expected at least one, such as [128]."
 
     def _method_of(self, name: str) -> str:

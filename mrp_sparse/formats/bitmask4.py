@@ -163,8 +163,9 @@ def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tenso
 
     The host reads no value and copies nothing to the device, so that a CUDA graph can capture it.
     """
-    kept = _kept_by_group(bits)
-    rows, groups, _ = kept.shape
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    rows, groups = bits.shape[0], num_groups(columns)
+    kept = (groups_of_bits(bits)[:, :, None] >> shifts & 1).bool().view(rows, groups, GROUP)
     if not nibbles.numel():
         return scales.new_zeros(rows, columns)
     # The n-th stored code of a group is nibble n % 2 of its byte n // 2.
@@ -210,13 +211,6 @@ def _lengths(bits: Tensor) -> Tensor:
     """Return the bytes of the nibbles of each row, int64 (rows,)."""
     lengths = bytes_of_groups(count_bits(groups_of_bits(bits)))
     return lengths.view(len(bits), -1).sum(dim=1)
-
-
-def _kept_by_group(bits: Tensor) -> Tensor:
-    """Return which weights are stored, bool (rows, groups, 64)."""
-    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8)))
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (padded[:, :, None] >> shifts & 1).bool().view(len(bits), -1, GROUP)
 
 
 def bytes_of_groups(counts: Tensor) -> Tensor:
