@@ -1,11 +1,41 @@
-"""Write a LLaMA as llama.cpp's converter does, by its own package `gguf`."""
+"""Write a LLaMA as llama.cpp's converter does, by its own package `gguf`, and one of few words."""
 
 import json
 from pathlib import Path
 
 import gguf
+import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mrp_lightning.embedded import STDLIB_LLAMA
+
+WORDS = 320
+"""The size of the small vocabulary: readers of GGUF files take milliseconds a word."""
+
+
+def save_small_tokenizer(directory: Path) -> None:
+    """Save the embedded model's tokenizer with its first words alone."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = json.loads((STDLIB_LLAMA / name).read_text())
+        if "model" in content:
+            model = content["model"]
+            alone = len(model["vocab"]) - len(model["merges"])  # are merged of no others
+            model["vocab"] = {word: i for word, i in model["vocab"].items() if i < WORDS}
+            model["merges"] = model["merges"][: WORDS - alone]
+        (directory / name).write_text(json.dumps(content))
+
+
+def save_small(directory: Path, dtype: torch.dtype = torch.float32, **config: int) -> None:
+    """Save a random LLaMA of two blocks with the small vocabulary."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    tokens = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    options = {"tie_word_embeddings": True} | sizes | tokens | config
+    LlamaForCausalLM(LlamaConfig(**options)).to(dtype).save_pretrained(directory)
+    save_small_tokenizer(directory)
+
 
 NAMES = {
     "model.embed_tokens": "token_embd",

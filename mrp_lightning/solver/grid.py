@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from numbers import Integral
 
 import torch
@@ -22,6 +23,8 @@ _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
 """Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,
 codes up to 127 seven, and bfloat16 holds eight."""
 _WEIGHTS_AT_A_TIME = 2**22
+_NUMBERS = 2**18
+"""The most weights, each counted once for a candidate, that are compared together."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class ScaleType:
         quanta = torch.ldexp(torch.ones_like(clamped), exponents).clamp_(min=self.smallest)
         return (clamped / quanta).round_().mul_(quanta)
 
-    def shift(self, scales: Tensor, steps: int) -> Tensor:
+    def shift(self, scales: Tensor, steps: int | Tensor) -> Tensor:
         """Return the scales `steps` numbers above positive ones, as if all were normal numbers."""
         half = 1 << (self.significant - 1)
         mantissas, exponents = torch.frexp(scales)
@@ -473,23 +476,36 @@ def _fit_scales(
     # 2. Whether a candidate gives the largest weight is a test of one number per group; only the
     #    groups that pass are rounded in full.
     # 3. Solved groups take no other candidate: the order of these decides between several.
-    for code, scale in _candidates(grid, peaks, dtype):
+    # 4. Of few weights many candidates are tried together, since most matrices that are on no grid
+    #    are refused by their first rows. Of many weights mostly the first candidate fits.
+    together = max(1, _NUMBERS // max(1, values.numel()))
+    for code, scale in _candidates(grid, peaks, dtype, together):
         possible = waiting & ((code * scale).to(dtype) == peaks)
-        chosen, factors = values[possible], scale[possible][:, None]
-        if not len(chosen):
+        _, row, group = possible.nonzero(as_tuple=True)
+        if not len(row):
             continue
-        targets, chosen = chosen, grid.nearest(chosen / factors)
-        fitting = ((chosen * factors).to(dtype) == targets).all(1)
-        solved = possible.masked_scatter(possible, fitting)
-        codes[solved], scales[solved] = chosen[fitting], factors[fitting, 0]
-        waiting &= ~solved
+        targets, factors = values[row, group], scale[possible][:, None]
+        chosen = grid.nearest(targets / factors)
+        fits = ((chosen * factors).to(dtype) == targets).all(1)
+        fitting = possible.masked_scatter(possible, fits)
+        first = (fitting & (fitting.cumsum(0) == 1))[possible]
+        row, group = row[first], group[first]
+        codes[row, group], scales[row, group] = chosen[first], factors[first, 0]
+        waiting[row, group] = False
         if not bool(waiting.any()):
             break
     return codes, scales, ~waiting
 
 
-def _candidates(grid: Grid, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Yield codes of the largest weights of groups, and scales that may give these weights."""
+def _candidates(
+    grid: Grid, peaks: Tensor, dtype: torch.dtype, together: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield candidates for the largest weights of groups: first one, then so many together.
+
+    Yields:
+        Codes of the largest weights, (candidates, 1, 1), and scales that may give these weights,
+        (candidates, rows, groups).
+    """
     # A weight in `dtype` bounds its scale to within half a unit in the last place. That is one
     # scale if products are exact, and else some neighbours.
     odd_parts = [code // (code & -code) for code in grid.codebook if code]
@@ -498,12 +514,17 @@ def _candidates(grid: Grid, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple
     span = 0 if products <= _significant_bits(dtype) else 1 + (1 << max(0, missing))
     # Packed formats store the smallest codes; solvers choose scales that reach the largest.
     codes = sorted(grid.codebook, key=abs, reverse=grid.name is not None)
-    for code in codes:
-        if code == 0 or (code < 0 and not grid.signed):
-            continue
+    pairs = [
+        (code, steps)
+        for code in codes
+        if code > 0 or (code < 0 and grid.signed)
+        for steps in sorted(range(-span, span + 1), key=abs)
+    ]
+    for start, stop in pairwise([0, *range(1, len(pairs), together), len(pairs)]):
+        some = torch.tensor(pairs[start:stop], device=peaks.device)[:, :, None, None]
+        code, steps = some[:, 0].to(peaks.dtype), some[:, 1]
         centre = grid.round_scales(peaks / code)
-        for steps in sorted(range(-span, span + 1), key=abs):
-            yield code, grid.scales.shift(centre.abs(), steps).copysign(centre)
+        yield code, grid.scales.shift(centre.abs(), steps).copysign(centre)
 
 
 def _significant_bits(dtype: torch.dtype) -> int:

@@ -1,5 +1,8 @@
 """GGUF out: read back through transformers, and by package gguf."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from quiet import QUIET
@@ -15,7 +18,7 @@ pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 
 import gguf
 from gguf.quants import dequantize
-from gguf_files import write
+from gguf_files import save_small, write
 
 from export.gguf.types import encode
 from mrp_lightning.errors import FormatError, ParityError
@@ -23,21 +26,51 @@ from mrp_lightning.records.grid_file import NAME
 from mrp_lightning.solver.grid import GRIDS, GridParameters
 
 
-@pytest.fixture
-def source(tiny_llama, tmp_path):
-    """The GGUF file of a tiny LLaMA."""
-    file = tmp_path / "source.gguf"
-    write(file, tiny_llama)
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A tiny LLaMA of few words."""
+    directory = tmp_path_factory.mktemp("dense")
+    save_small(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def source(dense, tmp_path_factory):
+    """Its GGUF file."""
+    file = tmp_path_factory.mktemp("source") / "source.gguf"
+    write(file, dense)
     return file
 
 
-def pruned(source, directory, **options):
+def prune(source, directory, **options):
     model = CausalLM(source)
     windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
     callback = MRPCallback(save_dir=directory, **options)
     loader = torch.utils.data.DataLoader(windows, batch_size=4)
     Trainer(**QUIET).predict(model, loader, callbacks=[callback])
     return directory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The directories of prunings by their source and options."""
+    made = {}
+
+    def run_of(source, **options):
+        key = f"{source} {options}"
+        if key not in made:
+            made[key] = prune(source, tmp_path_factory.mktemp("runs") / "run", **options)
+        return made[key]
+
+    return run_of
+
+
+@pytest.fixture
+def pruned(runs, tmp_path):
+    """A function that copies the run of a source with some options into the test's directory."""
+    return lambda source, name="run", **options: Path(
+        shutil.copytree(runs(source, **options), tmp_path / name)
+    )
 
 
 RUNS = [
@@ -49,8 +82,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
-def test_it_reads_back_as_the_same_model(options, source, tmp_path, capsys):
-    run = pruned(source, tmp_path / "run", **options)
+def test_it_reads_back_as_the_same_model(options, source, pruned, tmp_path, capsys):
+    run = pruned(source, **options)
     main([str(run), "--like", str(source)])
     file = tmp_path / "run-bf16.gguf"
     assert str(file) in capsys.readouterr().out
@@ -73,8 +106,8 @@ def test_it_reads_back_as_the_same_model(options, source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("kind", "off"), [("f16", 1e-3), ("q8_0", 0.02), ("q4_0", 0.2)])
-def test_zeros_stay_zeros_in_every_type(kind, off, source, tmp_path):
-    run = pruned(source, tmp_path / "run", pattern="2:4")
+def test_zeros_stay_zeros_in_every_type(kind, off, source, pruned, tmp_path):
+    run = pruned(source, pattern="2:4")
     out = tmp_path / "other.gguf"
     main([str(run), "--like", str(source), "--type", kind, "--out", str(out)])
     state = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32).state_dict()
@@ -89,10 +122,10 @@ def test_zeros_stay_zeros_in_every_type(kind, off, source, tmp_path):
     assert stored["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
 
 
-def test_what_does_not_fit_is_refused(source, tiny_llama, tmp_path, capsys):
-    run = pruned(source, tmp_path / "run", **RUNS[0])
+def test_what_does_not_fit_is_refused(source, dense, pruned, tmp_path, capsys):
+    run = pruned(source, **RUNS[0])
     other = tmp_path / "other.gguf"
-    write(other, tiny_llama, architecture="qwen2")
+    write(other, dense, architecture="qwen2")
     there = tmp_path / "there.gguf"
     there.write_text("mine")
     like = ["--like", str(source)]
@@ -124,8 +157,8 @@ GRIDS_OF_RUNS = [
 
 
 @pytest.mark.parametrize(("options", "kind"), GRIDS_OF_RUNS, ids=str)
-def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, tmp_path, capsys):
-    run = pruned(source, tmp_path / "run", **options)
+def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, pruned, tmp_path, capsys):
+    run = pruned(source, **options)
     main([str(run), "--like", str(source)])
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     file = tmp_path / "run.gguf"
@@ -137,15 +170,15 @@ def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, tmp_path, c
         assert torch.equal(weight, theirs.state_dict()[name]), name
 
 
-def test_export_makes_the_file_of_a_head_on_a_grid_of_llama_cpp(tiny_llama, tmp_path):
-    run = pruned(tiny_llama, tmp_path / "run", head_grid="q8_0")
+def test_export_makes_the_file_of_a_head_on_a_grid_of_llama_cpp(dense, pruned, tmp_path):
+    run = pruned(dense, head_grid="q8_0")
     export([str(run)])
     stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
     assert stored["token_embd.weight"].tensor_type.name == "Q8_0"
 
 
-def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, tmp_path, capsys):
-    run = pruned(source, tmp_path / "run", grid="q5_0", pattern="2:4")
+def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, pruned, tmp_path, capsys):
+    run = pruned(source, grid="q5_0", pattern="2:4")
     export([str(run)])
     shown = capsys.readouterr().out
     assert "on llama.cpp's grid q5_0" in shown
@@ -159,8 +192,10 @@ def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, tmp_path,
     assert (tmp_path / "run-sparse24" / "config.json").is_file()
 
 
-def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_path, capsys):
-    run = pruned(source, tmp_path / "run", grid="iq4_nl")
+def test_rounding_is_reported_and_embeddings_may_have_another_type(
+    source, pruned, tmp_path, capsys
+):
+    run = pruned(source, grid="iq4_nl")
     arguments = [str(run), "--like", str(source)]
     main([*arguments, "--type", "q4_0", "--embedding-type", "bf16"])
     printed = capsys.readouterr().out
@@ -169,7 +204,7 @@ def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_p
         t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "run-q4_0.gguf").tensors
     }
     assert stored["token_embd.weight"] == "BF16"
-    plain = pruned(source, tmp_path / "plain", pattern="2:4")
+    plain = pruned(source, "plain", pattern="2:4")
     with pytest.raises(SystemExit):
         main([str(plain), "--like", str(source), "--type", "iq4_nl"])
     assert "Prune with `grid: iq4_nl`" in capsys.readouterr().err
@@ -188,9 +223,9 @@ def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_p
     ids=str,
 )
 def test_a_head_on_a_grid_is_exact_in_its_type(
-    options, kind, of_blocks, of_head, tiny_llama, tmp_path, capsys
+    options, kind, of_blocks, of_head, dense, pruned, tmp_path
 ):
-    run = pruned(tiny_llama, tmp_path / "run", **options)
+    run = pruned(dense, **options)
     out = tmp_path / "run.gguf"
     main([str(run), "--out", str(out), *(["--type", kind] if kind else [])])
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
@@ -203,14 +238,10 @@ def test_a_head_on_a_grid_is_exact_in_its_type(
     assert "output.weight" not in stored  # tied
 
 
-def test_of_a_free_head_only_the_head_is_on_the_grid(tiny_llama, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    config = model.config
-    config.tie_word_embeddings = False
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
-    run = pruned(tmp_path / "dense", tmp_path / "run", grid="q4_0", head_grid="iq4_nl")
+def test_of_a_free_head_only_the_head_is_on_the_grid(tmp_path):
+    (tmp_path / "dense").mkdir()
+    save_small(tmp_path / "dense", torch.bfloat16, tie_word_embeddings=False)
+    run = prune(tmp_path / "dense", tmp_path / "run", grid="q4_0", head_grid="iq4_nl")
     for kind, of_embeddings in (("auto", "BF16"), ("q4_0", "Q8_0")):
         out = tmp_path / f"{kind}.gguf"
         main([str(run), "--out", str(out), "--type", kind])
@@ -218,8 +249,8 @@ def test_of_a_free_head_only_the_head_is_on_the_grid(tiny_llama, tmp_path):
         assert (types["output.weight"], types["token_embd.weight"]) == ("IQ4_NL", of_embeddings)
 
 
-def test_a_file_that_is_cut_short_is_no_success(source, tmp_path, monkeypatch, capsys):
-    run = pruned(source, tmp_path / "run", pattern="2:4")
+def test_a_file_that_is_cut_short_is_no_success(source, pruned, tmp_path, monkeypatch, capsys):
+    run = pruned(source, pattern="2:4")
     out = tmp_path / "out.gguf"
     out.write_text("a good file")
 
@@ -238,13 +269,12 @@ def test_a_file_that_is_cut_short_is_no_success(source, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("part", [0.001, 0.3, 0.999])
-def test_a_damaged_source_is_refused_by_name(part, source, tmp_path, capsys):
-    run = pruned(source, tmp_path / "run", pattern="2:4")
+def test_a_damaged_source_is_refused_by_name(part, source, runs, tmp_path, capsys):
     damaged = tmp_path / "damaged.gguf"
     content = source.read_bytes()
     damaged.write_bytes(content[: int(part * len(content))])
     with pytest.raises(SystemExit) as ended:
-        main([str(run), "--like", str(damaged)])
+        main([str(runs(source, pattern="2:4")), "--like", str(damaged)])
     assert ended.value.code == 2
     assert f"`--like`: {damaged} is damaged" in capsys.readouterr().err
 
@@ -263,12 +293,6 @@ def test_of_two_types_that_hold_a_matrix_auto_takes_the_smaller():
     sizes = {kind: encode("blk.0.ffn_down.weight", weight, kind) for kind in ("q4_0", "mxfp4")}
     assert sizes["mxfp4"].content.nbytes < sizes["q4_0"].content.nbytes
     assert encode("blk.0.ffn_down.weight", weight, "auto").kind.name == "mxfp4"
-
-
-def test_the_help_names_both_default_files(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "RUN-TYPE.gguf, or RUN.gguf with auto" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -316,10 +340,12 @@ def test_minima_are_stored_to_the_bit(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q4_k", "q3_k"])
-def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(
-    name, tmp_path, tiny_llama, capsys
-):
-    run = quantised(tmp_path, tiny_llama, grid=name, tuning=BlockTuning(epochs=1))
+def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(name, tmp_path, capsys):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    (tmp_path / "dense").mkdir()
+    save_small(tmp_path / "dense", torch.bfloat16, **sizes)
+    tuning = BlockTuning(epochs=1)
+    run = prune(tmp_path / "dense", tmp_path / "run", grid=name, tuning=tuning)
     main([str(run)])
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     assert_exact(tmp_path, run, name.upper())
@@ -331,16 +357,6 @@ def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(
         assert f"{run / NAME} is missing" in capsys.readouterr().err
     main([str(run), "--type", "q8_0"])
     assert "were rounded, by up to" in capsys.readouterr().out
-
-
-def quantised(tmp_path, tiny_llama, **options):
-    """Quantise a small LLaMA whose layers have 256 columns, in bfloat16."""
-    config = AutoModelForCausalLM.from_pretrained(tiny_llama).config
-    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
-    config.num_hidden_layers = 1
-    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
-    return pruned(tmp_path / "dense", tmp_path / "run", **options)
 
 
 def assert_exact(tmp_path, run, kind):
