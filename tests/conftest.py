@@ -101,6 +101,20 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in float32: many CPUs have no instructions for its bfloat16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mrp_lightning.embedded import STDLIB_LLAMA
+
+    directory = tmp_path_factory.mktemp("models") / "embedded"
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.float32)
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
+    return directory
+
+
 @functools.cache
 def _first_files(read: Callable[[str], Iterator[str]], split: str) -> list[str]:
     files: list[str] = []
@@ -113,11 +127,12 @@ def _first_files(read: Callable[[str], Iterator[str]], split: str) -> list[str]:
 
 @pytest.fixture
 def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the embedded text its first files: tokenizing all of it takes seconds."""
+    """Make the embedded text its first files, and exports compare logits on little of it."""
     from mrp_lightning.text import sources
 
     read: Any = sources.standard_library
     monkeypatch.setattr(sources, "standard_library", lambda split: _first_files(read, split))
+    monkeypatch.setattr("export.conversion.parity.MIN_TOKENS", 512)
 
 
 @pytest.fixture(scope="session")

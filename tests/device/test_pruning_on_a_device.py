@@ -2,13 +2,13 @@
 
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import warm
 from families import batches, build, runner
 from second_device import NAME, assert_same, second_device, trainer_on
 from torch import nn
@@ -143,7 +143,7 @@ BEYOND = {
 @pytest.fixture(scope="module")
 def fresh():
     """A process of its own: autograd knows no device that comes after its first backward."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=warm.context) as pool:
         yield pool
 
 

@@ -1,11 +1,11 @@
 """Whole runs on a GPU that no stand-in can make; the CPU's show that the tests themselves hold."""
 
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from second_device import trainer_on
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -76,7 +76,7 @@ def prune_in_a_group(device: str, model: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_process_group_of_one_prunes_as_none(device, tiny_llama, tmp_path):
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=warm.context) as pool:
         pool.submit(prune_in_a_group, device, tiny_llama, tmp_path / "group").result()
     prune = MRPCallback(pattern="2:4", save_dir=tmp_path / "alone")
     trainer_on(torch.device(device)).predict(CausalLM(tiny_llama), windows(), callbacks=[prune])

@@ -2,13 +2,12 @@
 
 import ctypes
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch import Tensor
 
 from mrp_sparse.formats import bitmask, bitmask4, eight_bit, sparse24
@@ -396,13 +395,7 @@ def test_without_a_library_weights_are_unpacked_and_one_warning_says_why(
         "x = torch.ones(3, 40);"
         "assert all(torch.equal(layer(x), linear(x)) for layer in layers)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "CXX": compiler},
-    )
+    ended = warm.run(["-c", code], {"CXX": compiler}, ROOT)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("are unpacked for every product") == 1
     assert reason in ended.stderr
@@ -418,5 +411,5 @@ def test_without_a_library_layers_follow_the_same_rules(tmp_path):
         "file = 'tests/export/test_packed_layers.py';"
         f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', file, '-k', {tests!r}]))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    ended = warm.run(["-c", code], cwd=ROOT)
     assert ended.returncode == 0, ended.stdout

@@ -120,44 +120,6 @@ def test_packing_loses_no_bit(case: tuple[PackedFormat, Tensor]) -> None:
 
 
 @patient
-@given(weights24())
-def test_a_plain_loop_reads_2_of_4_as_documented(weight):
-    values, meta = pack(weight)
-    assert values.shape == (len(weight), weight.shape[1] // 2)
-    assert meta.dtype == torch.uint8
-    read = torch.zeros_like(weight)
-    for row in range(weight.shape[0]):
-        for group in range(weight.shape[1] // 4):
-            nibble = int(meta[row, group // 2]) >> 4 * (group % 2) & 15
-            first, second = nibble & 3, nibble >> 2
-            assert first < second
-            read[row, 4 * group + first] = values[row, 2 * group]
-            read[row, 4 * group + second] = values[row, 2 * group + 1]
-    assert torch.equal(bits(read), bits(positive_zeros(weight)[0]))
-
-
-@patient
-@given(weights_of_any_bits())
-def test_a_plain_loop_reads_bitmasks_as_documented(weight):
-    values, places = bitmask.pack(weight)
-    words, stored = bits(weight).tolist(), bits(values).tolist()
-    negative_zero = int(bits(torch.tensor([-0.0], dtype=weight.dtype)))
-    rows, columns = weight.shape
-    place, offsets = 0, []
-    for row in range(rows):
-        offsets.append(place)
-        for column in range(8 * places.shape[1]):
-            kept = int(places[row, column // 8]) >> column % 8 & 1
-            word = words[row][column] if column < columns else 0
-            assert kept == (word not in (0, negative_zero))
-            if kept:
-                assert stored[place] == word
-                place += 1
-    assert place == values.numel() == bitmask.count_kept(weight)
-    assert bitmask.row_offsets(places).tolist() == offsets
-
-
-@patient
 @given(weights_of_four_bits())
 def test_a_plain_loop_reads_four_bits_as_documented(weight):
     nibbles, places, scales = bitmask4.pack(weight)

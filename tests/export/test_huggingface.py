@@ -80,9 +80,9 @@ needs_accelerate = pytest.mark.skipif(
 
 
 @needs_accelerate
-@pytest.mark.parametrize("device_map", ["cpu", "auto", "sequential", {"": "cpu"}])
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
 def test_it_loads_with_a_device_map(device_map, llama, packed, ids):
-    if torch.cuda.is_available() and isinstance(device_map, str) and device_map != "cpu":
+    if torch.cuda.is_available() and device_map == "auto":
         pytest.skip("the logits are those of a CPU")
     assert torch.equal(logits(packed, ids, device_map=device_map), logits(llama, ids))
 
@@ -105,12 +105,6 @@ def test_layers_may_stay_on_the_disk(offload_buffers, exported, ids, tmp_path):
         assert torch.equal(model(ids).logits, logits(exported.source, ids))
     with pytest.raises(OptionError, match="offloaded cannot be made dense"):
         model.dequantize()
-
-
-def test_it_generates_the_same_text(llama, packed, ids):
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    before = AutoModelForCausalLM.from_pretrained(llama).generate(ids, **options)
-    assert torch.equal(export.load(packed).generate(ids, **options), before)
 
 
 def test_load_refuses_what_is_missing_or_left_over(packed):

@@ -31,6 +31,11 @@ from mrp_sparse.packed_linear import Sparse24Linear
 from .conftest import keep_two_of_four
 
 
+@pytest.fixture(autouse=True)
+def _as_many_tokens_as_users_have(monkeypatch):
+    monkeypatch.setattr(parity, "MIN_TOKENS", MIN_TOKENS)
+
+
 @pytest.fixture
 def exported(llama, tmp_path):
     source = open_checkpoint(llama)

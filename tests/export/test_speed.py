@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import shapes
 import torch
-from shapes import COLD_BYTES, SHAPES, copies, packed_copy, prunable, random_24, random_model
+from shapes import SHAPES, packed_copy, prunable, random_24, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -190,12 +190,6 @@ def test_contestants_take_turns():
     assert found["a"].low == pytest.approx(1.4)  # 20th percentile of 1, 2, 3
     assert found["a"].high == pytest.approx(2.6)
     assert found["b"].median == 5.0
-
-
-@pytest.mark.parametrize("size", [1, 1000, COLD_BYTES - 1, COLD_BYTES, 3 * COLD_BYTES])
-def test_rotated_copies_exceed_the_cache(size):
-    assert copies(size) >= 2
-    assert copies(size) * size >= COLD_BYTES
 
 
 def test_a_table_shows_wins_losses_and_failures():

@@ -42,18 +42,16 @@ def assert_equal_up_to_rounding(y, x, weight, bias):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gemv_is_the_product(shape, dtype, has_bias):
+def test_gemv_is_the_product(shape, dtype):
     x, weight, bias = problem(1, *shape, dtype)
-    bias = bias if has_bias else None
+    bias = bias if (dtype is DTYPES[0]) == (shape in SHAPES[::2]) else None
     y = triton_kernels.gemv(x, *pack(weight), bias)
     assert y.dtype == dtype
     assert_equal_up_to_rounding(y, x, weight, bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 5, 17])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, DTYPES[0]), (5, DTYPES[1]), (17, DTYPES[0])])
 def test_gemm_is_the_product(tokens, shape, dtype):
     x, weight, bias = problem(tokens, *shape, dtype)
     y = triton_kernels.gemm(x, *pack(weight), bias)
@@ -84,7 +82,7 @@ def test_the_kernels_compile_for_devices_that_are_not_here():
         assert all(5 < code["instructions"] < 16 for code in codes)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_shape_and_number_of_tokens_gives_the_product(seed):
     # Any number of rows and whole bytes of meta a row, with groups of zero to two weights. Drawn
     # without Hypothesis, which may be missing where there is a GPU.

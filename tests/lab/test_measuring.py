@@ -1,6 +1,6 @@
 """The scripts of lab/benchmarks/ that measure whole runs, and all that waits for a GPU."""
 
-import os
+import logging
 import re
 import subprocess
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
+import warm
+import whole_run
 
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job
@@ -37,21 +39,26 @@ def mean_loss(directory, text):
     return sum(losses) / len(losses)
 
 
-def test_the_parts_of_a_whole_run_add_up(tiny_llama, tmp_path):
+def table(shown):
+    """Return the header and the rows of the one table of a page, as cells."""
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    return header, rows
+
+
+def test_the_parts_of_a_whole_run_add_up(tiny_llama, tmp_path, monkeypatch, capsys):
     text = " ".join(f"{n} sheep and {n * n} goats" for n in range(300))
     (tmp_path / "text.txt").write_text(text)
-    command = "lab/benchmarks/whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
-    files = ["--model", tiny_llama, "--text", tmp_path / "text.txt"]
-    made = subprocess.run(
-        [sys.executable, *command.split(), *files, "--perplexity", tmp_path / "text.txt"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    header, _, row = (line.split("|")[1:-1] for line in made.stdout.splitlines() if "|" in line)
-    cells = {name.strip(): cell.strip() for name, cell in zip(header, row, strict=True)}
+    command = "whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
+    files = [f"--model={tiny_llama}", f"--text={tmp_path / 'text.txt'}"]
+    files += [f"--perplexity={tmp_path / 'text.txt'}"]
+    monkeypatch.setattr(sys, "argv", [*command.split(), *files])
+    monkeypatch.setattr(logging.root.manager, "disable", 0)
+    # The measurement itself: the test below starts the process.
+    monkeypatch.setattr(whole_run, "in_a_process", whole_run.run)
+    whole_run.main()
+    header, (row,) = table(capsys.readouterr().out)
+    cells = dict(zip(header, row, strict=True))
     assert cells["method"] == "SM"
     assert float(cells["rel. loss"]) == pytest.approx(mean_loss(tiny_llama, text), rel=1e-2)
     assert 1 < float(cells["perplexity"]) < 1e4
@@ -118,22 +125,6 @@ def test_parts_and_options_that_do_not_fit_are_refused(arguments, message, monke
     assert message in capsys.readouterr().err
 
 
-def test_make_gpu_runs_in_the_environment_that_make_made(tmp_path):
-    def command(*arguments):
-        make = ["make", "-n", "-f", str(ROOT / "Makefile"), "gpu", *arguments]
-        # A make that runs the tests hands its own flags on.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-        done = subprocess.run(make, cwd=tmp_path, env=own, capture_output=True, text=True)
-        return done.stdout.split()
-
-    script = "lab/benchmarks/gpu.py"
-    assert command("PART=speed") == ["python3", script, "speed"]
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").touch()
-    assert command("LIMIT=90") == [".venv/bin/python", script, "--limit", "90"]
-    assert command("PYTHON=python3.12") == ["python3.12", script]
-
-
 def test_every_part_names_files_that_are_there():
     named = [argument for make in gpu.PARTS.values() for command in make() for argument in command]
     scripts = {argument for argument in named if argument.endswith(".py")}
@@ -149,14 +140,6 @@ def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama, 
     if "--model" in command:
         (tmp_path / "text.txt").write_text("one two three four " * 100)
         command += ["--text", str(tmp_path / "text.txt"), "--blocks", "1"]
-    made = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    header, rule, *rows = (line for line in made.stdout.splitlines() if line.startswith("|"))
+    header, rows = table(warm.run(command, cwd=ROOT, check=True).stdout)
     assert len(rows) >= 1
-    assert all(row.count("|") == header.count("|") == rule.count("|") for row in rows)
+    assert all(len(row) == len(header) for row in rows)

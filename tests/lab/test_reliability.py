@@ -37,22 +37,22 @@ def last(steps):
 
 
 def test_a_file_that_is_not_flushed_is_lost_in_a_power_cut(command, monkeypatch):
-    cuts = last(power.cut(command, 200, random.Random(0), rerun=False))
+    cuts = last(power.cut(command, 100, random.Random(0), rerun=False))
     assert cuts.states.keys() == {"old", "new"}
     assert not cuts.faults
     for module in (files, gguf_file):
         monkeypatch.setattr(module, "flush", lambda path: None)
-    cuts = last(power.cut(command, 200, random.Random(0), rerun=False))
+    cuts = last(power.cut(command, 100, random.Random(0), rerun=False))
     assert any("neither the old nor the new result" in fault for fault in cuts.faults)
 
 
 def test_an_error_without_a_file_is_a_fault(command, monkeypatch):
-    failures = last(disk.fail(command, 4, random.Random(1)))
+    failures = last(disk.fail(command, 2, random.Random(1)))
     assert failures.refused
     assert not failures.faults
     for module in (files, outputs):
         monkeypatch.setattr(module, "naming", lambda path: nullcontext())
-    failures = last(disk.fail(command, 4, random.Random(1)))
+    failures = last(disk.fail(command, 2, random.Random(1)))
     assert any("names no file" in fault for fault in failures.faults)
 
 
@@ -68,7 +68,7 @@ def test_the_moment_of_a_kill_is_one_of_processor_time(tmp_path):
 
 
 def test_a_result_that_is_written_in_its_place_is_half_there_after_a_kill(command, monkeypatch):
-    assert not last(kills.kill(command, 2, random.Random(0))).faults
+    assert not last(kills.kill(command, 1, random.Random(0))).faults
 
     def write(staging, path):
         path.write_bytes(staging.read_bytes()[:1000])
