@@ -121,10 +121,8 @@ def write(
         report: Called with the number of tokens that each window has so far.
 
     Returns:
-        The token ids (windows, length), int64, on the CPU.
-
-    Raises:
-        DataError: The model's logits are not finite, or nearly all of its tokens are the same.
+        The token ids (windows, length), int64, on the CPU. Logits that are not finite, or nearly
+        the same token throughout, raise a DataError.
     """
     with _able_to_write(model):
         uniforms = sampling.uniforms(windows)

@@ -32,9 +32,6 @@ class Predictor:
     head, together with the scale or the soft cap that some families have behind it. A family whose
     logits come about in another way is run as a whole: its hidden states are the logits, `logits`
     is the identity, and the memory for them is needed. The first batch decides.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,11 +50,7 @@ class Predictor:
         return [parameter for parameter in head if parameter.requires_grad]
 
     def hidden(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the inputs of the head (batch, length, features), or the logits.
-
-        Raises:
-            TargetError: The model gives no logits.
-        """
+        """Return the inputs of the head (batch, length, features), or the logits."""
         if not self._is_tested:
             self._test(ids, mask)
         return self._run(ids, mask)

@@ -23,10 +23,7 @@ _ELEMENTWISE = frozenset(
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether a step changes each entry by its own gradients alone.
-
-    True for the optimizers of torch that do so; others may read a parameter as a matrix.
-    """
+    """Return whether an optimizer of torch changes each entry by its own gradients alone."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
 

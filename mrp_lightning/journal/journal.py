@@ -315,9 +315,8 @@ class Journal(AbstractContextManager["Journal"]):
         """Return tensors that the run computes once, and that a resumed run reads from the journal.
 
         All processes must call this, and `compute` is called by all of them or by none. If it is
-        called, its result is returned unchanged; tensors that are read are on the CPU.
-
-        The name is of lowercase letters and digits.
+        called, its result is returned unchanged; tensors that are read are on the CPU. The name is
+        of lowercase letters and digits.
         """
         # Process 0 decides for all: only it has the disk, and `compute` may be a collective call.
         is_stored = bool(self._processes.all(name in self.manifest.kept)[0])

@@ -70,13 +70,8 @@ class Step:
 def captured_steps(module: LightningModule, stop_at: Sequence[nn.Module]) -> Iterator[list[Step]]:
     """Let `predict_step` store its arguments, and run the model up to its first block alone.
 
-    Args:
-        module: The LightningModule whose `predict_step` is replaced in this context.
-        stop_at: The modules whose first call ends the forward.
-
-    Yields:
-        The steps so far. A batch that `check_batch` refuses, or on which the model fails, raises
-        and does not count.
+    The first call of a module of `stop_at` ends the forward. A batch that `check_batch` refuses, or
+    on which the model fails, raises and does not count among the steps.
     """
     original, steps = module.predict_step, list[Step]()
 

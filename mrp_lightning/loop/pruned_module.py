@@ -113,11 +113,8 @@ def _check_generation(model: PreTrainedModel) -> None:
 class PrunedModule:
     """A pruned module that is not saved yet, or was never to be.
 
-    Args:
-        module: The LightningModule.
-        report: The report of the run; `save` makes it complete.
-        grid: The parameters of layers on the grid of an engine, by the names of layers.
-        journal: The journal, which is removed once the model is saved; `None` if there is none.
+    `grid` has the parameters of layers on the grid of an engine, by the names of layers. `save`
+    makes the report complete, and then removes the journal.
     """
 
     def __init__(

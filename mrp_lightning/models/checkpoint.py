@@ -90,10 +90,6 @@ def weight_files(directory: Path) -> list[Path]:
 
     Links are followed: in the hub's cache all files are links. The files that an index names must
     lie in the directory, so that a malicious checkpoint cannot make this machine read other files.
-
-    Raises:
-        FormatError: An index is damaged, or names files that are missing or outside of the
-            directory.
     """
     file = _weights_or_index(directory)
     if file is None:

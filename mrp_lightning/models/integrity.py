@@ -85,16 +85,11 @@ def check_size(
     *,
     is_packed: bool | None = None,
 ) -> None:
-    """Raise if a model has far more weights than its files can hold.
+    """Raise a FormatError if a model has far more weights than its files can hold.
 
-    Args:
-        model: The model on the meta device, where it takes no memory.
-        num_bytes: The size of these files.
-        source: The location of the files, for the message.
-        is_packed: Whether weights are packed or quantized; `None` asks the model's configuration.
-
-    Raises:
-        FormatError: The files are too small to hold the weights.
+    The model is on the meta device, where it takes no memory, and `num_bytes` is the size of the
+    files of `source`. `is_packed` is whether weights are packed or quantized; `None` asks the
+    model's configuration.
     """
     # A bound of plausibility, n ≤ bytes, or n ≤ 8·bytes where a packed weight may take a bit, plus
     # the tables that a model computes: it shall refuse a configuration of terabytes, not measure a

@@ -79,13 +79,10 @@ def load_config(
 
     `architectures` is the class whose weights the files hold; see `name_class_of_files`.
 
-    Args:
-        source: Directory, hub id or GGUF file of the model.
-        attn_implementation: The attention kernel; `None` means that of the configuration.
-        **hub: `revision` and `trust_remote_code`.
+    `hub` are `revision` and `trust_remote_code`.
 
     Raises:
-        FileNotFoundError: `source` is none of these, or a directory without a `config.json`.
+        FileNotFoundError: `source` is no directory with a `config.json`, hub id or GGUF file.
         FormatError: transformers does not know the model, or may not run the code that comes with
             it; the directory holds a PEFT adapter; or the GGUF file or the configuration is
             damaged. `find_gguf` and `reading` raise more.

@@ -43,11 +43,7 @@ def find_gguf(source: str) -> Path | None:
     """Return the GGUF file of a model source; `None` if the source is of another kind.
 
     The source may be the path of the file, or a directory that holds one GGUF file and no
-    `config.json`.
-
-    Raises:
-        FileNotFoundError: `source` ends in .gguf, and there is no such file.
-        OptionError: The directory holds several GGUF files, or the source is empty.
+    `config.json`. An OptionError is raised if it holds several.
     """
     refuse_empty(source)
     path = Path(source).expanduser()

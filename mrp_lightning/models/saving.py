@@ -53,8 +53,7 @@ def save_pretrained(
         state: The weights to write, by their names in the model; `None` means all.
 
     Raises:
-        SaveError: The class of the model would not load the written files; see `check_saved`, which
-            is not called if `state` is given.
+        SaveError: The class of the model would not load the written files; see `check_saved`.
     """
     stored, requested = model.config.dtype, as_dtype(dtype)
     dtype = requested or stored_dtype(model)

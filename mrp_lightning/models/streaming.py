@@ -59,7 +59,6 @@ class StreamedBlocks(MovedBlocks):
         loading: The settings by which transformers loads it.
 
     Attributes:
-        blocks: The blocks, by name.
         shards: Files that hold one block each, by the block's name.
         narrowing: Makes blocks narrower when they are saved; `None` if they stay whole.
 

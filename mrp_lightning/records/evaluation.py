@@ -64,16 +64,9 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
 
     Perplexities are also written into the card of a pruned model in the same directory.
 
-    Args:
-        directory: The directory of the file; made if it does not exist.
-        **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `similarity`,
-            `dense` and `model`. `None` adds nothing.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        FormatError: The existing file cannot be read; it is left as it is.
+    `scores` are fields of `Evaluation`; `None` adds nothing. The directory is made if need be. A
+    FormatError is raised if the existing file cannot be read, which is left as it is. The result is
+    the path of the file.
     """
     # Imported late: who only reads scores, or names their types, need not wait for torch.
     from mrp_lightning.records.model_card import add_perplexities
@@ -95,12 +88,7 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
 
 
 def read(directory: str | os.PathLike[str]) -> Evaluation:
-    """Read the results in a directory.
-
-    Raises:
-        FileNotFoundError: The directory holds no `evaluation.json`.
-        FormatError: The file is damaged, or of a newer version of mrp-lightning.
-    """
+    """Read the results in a directory; a FormatError is raised for a damaged or newer file."""
     path = Path(directory) / NAME
     return read_as(Evaluation, path, "evaluate the model again", FORMAT_VERSION)
 

@@ -190,12 +190,7 @@ class PruningReport:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "PruningReport":
-        """Read a `pruning_report.json`.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            FormatError: The file is damaged, or of another version of mrp-lightning.
-        """
+        """Read a `pruning_report.json`; a FormatError is raised if it is damaged or newer."""
         content = read_json(path, "prune again", FORMAT_VERSION)
         return cls.from_dict(content, str(path), "delete it, or prune again")
 

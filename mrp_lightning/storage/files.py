@@ -38,11 +38,8 @@ OTHER_WEIGHTS = "module.safetensors"
 def output_path(path: str | os.PathLike[str]) -> Path:
     """Return a user's path as an absolute one, with the home directory in place of `~`.
 
-    Call it once, at the start, so that a later change of the working directory has no effect.
-
-    Raises:
-        FileNotFoundError: The path is relative to a working directory that was deleted.
-        OptionError: The path is invalid in every file system.
+    Call it once, at the start, so that a later change of the working directory has no effect. An
+    OptionError is raised for a path that is invalid in every file system.
     """
     shown = reprlib.repr(os.fspath(path))
     if "\0" in os.fspath(path):

@@ -71,7 +71,6 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
     """Raise unless results can be added to a directory, or the directory be created.
 
     Raises:
-        OptionError: The path is invalid in every file system.
         FileExistsError: The path is no directory, or the root of all files.
         PermissionError: The directory cannot be created or written.
     """
@@ -162,13 +161,10 @@ def check_output_dir(
         num_bytes: Number of bytes that will be written.
 
     Raises:
-        FileExistsError: The path or a parent of it is a file; the directory is not empty, and
-            `overwrite` is false or it holds files that others wrote or changed, which the message
-            names; it is a mount point; it is, or contains, the working directory, the home
-            directory or a source; or another process is writing it.
+        FileExistsError: The path or a parent of it is a file; the directory may not be replaced,
+            by `check_content` or as a whole; or another process is writing it.
         PermissionError: The directory cannot be created, replaced or locked.
-        OptionError: The disk has too little free space, or the path is invalid: see `output_path`
-            and `hidden_sibling`.
+        OptionError: The disk has too little free space, or the path is invalid.
     """
     path = output_path(path)
     _check_replaceable(path, argument, sources)
@@ -239,12 +235,7 @@ def save_file(path: Path, *, argument: str) -> Iterator[Path]:
     After an error, the file is removed and `path` is unchanged. Leftovers of killed processes are
     removed by the next call for `path`. While another process writes `path`, this function waits.
 
-    Args:
-        path: The file, resolved; an existing one is replaced.
-        argument: The name of the argument with the path, for messages.
-
-    Raises:
-        OSError: The directory cannot be created, written or locked, or the file not be written.
+    The path is resolved, and an existing file is replaced; `argument` named it, for messages.
     """
     make_directories(path.parent)
     with _held(path, argument), _staged(path) as staging:

@@ -35,9 +35,6 @@ def documents_of_files(
             be a conversation.
         argument: The argument that names the files, for errors.
         conversation: Formats a conversation as text; `None` if conversations are not allowed.
-
-    Raises:
-        DataError: A file cannot be read, or a line or row has no text under the key.
     """
     read = partial(_text_of_row, column, argument, conversation)
     documents = []
