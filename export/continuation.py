@@ -34,19 +34,12 @@ another graph."""
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a generation.
+    """The speed of a generation."""
 
-    Attributes:
-        tokens: Number of new tokens.
-        first: Seconds until the first new token.
-        rate: Tokens a second after the first; 0 for a single token.
-        num_bytes: Bytes of the parameters and buffers in memory.
-    """
-
-    tokens: int
-    first: float
-    rate: float
-    num_bytes: int
+    tokens: int  # new ones
+    first: float  # seconds until the first new token
+    rate: float  # tokens a second after the first; 0 for a single token
+    num_bytes: int  # of the parameters and buffers in memory
 
     def __str__(self) -> str:
         return (

@@ -14,15 +14,10 @@ from mrp_lightning.solver.patterns import SemiStructured
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim of a report about a pruned layer.
+    """The claim of a report about a pruned layer."""
 
-    Attributes:
-        sparsity: The least fraction of zero weights; 0 if nothing is claimed.
-        pattern: The N:M pattern of each group, if there is one.
-    """
-
-    sparsity: float
-    pattern: SemiStructured | None
+    sparsity: float  # the least fraction of zero weights; 0 if nothing is claimed
+    pattern: SemiStructured | None  # of each group, if there is one
 
     def breach(self, weight: Tensor) -> str | None:
         """Return how a weight (rows, columns) violates the claim; `None` if it does not."""

@@ -38,8 +38,7 @@ class Written:
     Attributes:
         num_bytes: The bytes of all tensors.
         types: The number of tensors of each type.
-        rounded: The relative error of each tensor that its type does not hold to the bit, by name;
-            all others are those of the checkpoint's files, compared.
+        rounded: The relative error of each tensor that its type does not hold to the bit, by name.
         notes: Differences between llama.cpp and transformers on some texts.
     """
 

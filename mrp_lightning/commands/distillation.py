@@ -57,12 +57,7 @@ class Distilled:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The directory of an unfinished command, beside its result, and the options it began with.
-
-    Attributes:
-        directory: `.OUT.distilling` for the result OUT; it is removed at the end.
-        options: The options, as JSON reads them.
-    """
+    """The directory of an unfinished command, `.OUT.distilling`, and the options it began with."""
 
     directory: Path
     options: Mapping[str, Any]
@@ -182,32 +177,18 @@ _OF_GRID = ("bits", "grid", "group_size", "head_grid", "balance")
 
 @dataclass(frozen=True)
 class DistilledPruning:
-    """A pruning with a distillation of what it keeps, before anything is rounded to few bits.
+    """A pruning with a distillation of what it keeps, before anything is rounded to few bits."""
 
-    Attributes:
-        prune: The callback with all settings, whose `save_dir` gets the result.
-        teacher: The arguments of `CausalLM` for the dense model.
-        files: The files to distil on; `None` for text of the teacher's own alone.
-        text: More arguments of the `DistillationText`.
-        tokens: The number of tokens to distil on.
-        unfinished: The directory of the steps between.
-        accelerator: The accelerator, as Lightning names it.
-    """
-
-    prune: PruningCallback
-    teacher: Mapping[str, Any]
-    files: Sequence[str] | None
-    text: Mapping[str, Any]
+    prune: PruningCallback  # with all settings; its `save_dir` gets the result
+    teacher: Mapping[str, Any]  # the arguments of `CausalLM` for the dense model
+    files: Sequence[str] | None  # to distil on; `None` for text of the teacher's own alone
+    text: Mapping[str, Any]  # more arguments of the `DistillationText`
     tokens: int
     unfinished: Unfinished
     accelerator: str
 
     def data(self, calibration: TextDataModule) -> DistillationText:
-        """Return the text to distil on, in windows that are no longer than the calibration's.
-
-        Raises:
-            OptionError: There are too few tokens.
-        """
+        """Return the text to distil on, in windows that are no longer than the calibration's."""
         length = min(LENGTH, calibration.sequence_length)
         return DistillationText(
             self.files,

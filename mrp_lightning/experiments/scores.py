@@ -234,7 +234,6 @@ class Table:
     """A table of strings.
 
     Attributes:
-        caption: The caption.
         cells: Texts by (group, name) and header; both have at least one entry.
         head: The header of the names; `group` is that of the groups.
         details: A second line of headers.

@@ -16,14 +16,7 @@ from mrp_sparse.formats.packed_format import PackedFormat
 
 
 def rows(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-    """Return the packed tensors of the rows from `begin` to before `end`, as views.
-
-    Args:
-        form: The format.
-        tensors: The packed tensors of a weight, in the order of the format.
-        begin: The first row.
-        end: The row after the last.
-    """
+    """Return the packed tensors, in the order of the format, of rows `begin` to `end` as views."""
     values, *others = tensors
     first, last = begin, end
     if form.row_offsets is not None:
@@ -39,13 +32,9 @@ def unit(form: PackedFormat) -> int:
 
 
 def columns(form: PackedFormat, tensors: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
-    """Return the packed tensors of the columns from `begin` to before `end`.
+    """Return the packed tensors, in the order of the format, of columns `begin` to `end`.
 
-    Args:
-        form: The format.
-        tensors: The packed tensors of a weight, in the order of the format.
-        begin: The first column, a multiple of `unit(form)`.
-        end: The column after the last, such a multiple or the number of columns.
+    Both are multiples of `unit(form)`, or `end` is the number of columns.
     """
     values, places, *_ = tensors
     first, last = begin // BYTE, bytes_of(end)

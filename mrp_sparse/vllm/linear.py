@@ -57,19 +57,12 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Part:
-    """One layer of the checkpoint in a layer of vLLM, and the rows of it that this worker holds.
+    """One layer of the checkpoint in a layer of vLLM, and the rows of it that this worker holds."""
 
-    Attributes:
-        rows: Number of rows in the checkpoint.
-        begin: The worker's first row.
-        end: The row after its last.
-        padding: Rows of zeros that follow, of a vocabulary that workers share evenly.
-    """
-
-    rows: int
-    begin: int
-    end: int
-    padding: int = 0
+    rows: int  # in the checkpoint
+    begin: int  # the worker's first row
+    end: int  # the row after its last
+    padding: int = 0  # rows of zeros that follow, of a vocabulary that workers share evenly
 
 
 def mark(tensor: Tensor) -> None:
@@ -228,10 +221,9 @@ class PackedMethod(LinearMethodBase):
         `split` is the worker's first column, its number of columns and that of the whole layer.
         Return the reason if the tensors are not a packed weight of the layer's shape, else `None`.
         """
-        # 1. The weight is checked whole, since bits and values agree in number only before a cut.
-        # 2. Columns are cut next, once for all parts: this changes each row's first value, which
-        #    `slices.rows` computes from the bits that it is given.
-        # 3. Rows are cut part by part; `first` is the part's first row in the fused weight.
+        # The weight is checked whole, since bits and values agree in number only before a cut.
+        # Columns are cut before rows, which changes each row's first value: `slices.rows` computes
+        # it from the bits. `first` is the part's first row in the fused weight.
         first_column, columns, all_columns = split
         shape = sum(parts[index].rows for index in indices), all_columns
         if wrong := why_not(self.form, shape, tensors):
@@ -268,11 +260,7 @@ class PackedMethod(LinearMethodBase):
             layer.register_buffer("weight_offsets", offsets, persistent=False)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that the layer was read whole; make bitmasks dense, unless they are on a CPU.
-
-        Raises:
-            FormatError: Tensors are damaged or missing.
-        """
+        """Check that the layer was read whole; make bitmasks dense, unless they are on a CPU."""
         finish(layer)
         del layer.packed_parts
         if layer.weight.device.type == "cpu":
@@ -317,11 +305,7 @@ class EightBitMethod(PackedMethod):
         return layer
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that all was read; a tied head takes the tensors of its embeddings.
-
-        Raises:
-            FormatError: Tensors are damaged or missing.
-        """
+        """Check that all was read; a tied head takes the tensors of its embeddings."""
         (table,) = getattr(layer, "tied_to", (layer,))
         # vLLM calls this for the table and for the head, in either order. The first call finishes
         # the table and deletes `packed_parts`; the second only assigns.
@@ -398,11 +382,7 @@ class PartlyPackedMethod(UnquantizedLinearMethod):
         dense.weight_loader = take
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the dense weight as vLLM does.
-
-        Raises:
-            FormatError: Packed tensors are damaged or missing.
-        """
+        """Prepare the dense weight as vLLM does; see `finish`."""
         finish(layer)
         for name in self.form.companions:
             delattr(layer, name)
