@@ -33,7 +33,7 @@ class Padding:
 
     The mask of a layer's input is that of the innermost enclosing module that received one (for a
     decoder's layers, the decoder's mask), else that of the batch. The masks of torch's own encoders
-    and decoders, in which True is padding, count as well. `model` holds all layers.
+    and decoders, in which True is padding, count as well.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,11 +176,9 @@ class Padding:
         return x.ndim > 2 or any(i.shape[:-1].numel() == x.shape[:-1].numel() for i in inputs[-1:])
 
     def _token_rows(self, x: Tensor, module: nn.Module, is_token: Tensor) -> Tensor | None:
-        """Return which rows are tokens, by the mask or outer modules' inputs; `None` if unknown.
-
-        A router sends rows of its own input to an expert, in another order; the second layer of an
-        expert reads as many rows as the expert, in the same order.
-        """
+        """Return which rows are tokens, by the mask or outer modules' inputs; `None` if unknown."""
+        # A router sends rows of its own input to an expert, in another order; the second layer of
+        # an expert reads as many rows as the expert, in the same order.
         aligned = _is_aligned(x, is_token)
         if aligned and x.ndim > 2:
             return is_token.flatten().to(x.device)
@@ -215,10 +213,10 @@ def _is_aligned(x: Tensor, is_token: Tensor) -> bool:
 
 
 def _rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | None:
-    """Return which rows of x are copies of token rows of `source` (batch, length, columns).
+    """Return which rows of x (..., columns) are copies of token rows of `source`, in any order.
 
-    The rows of x (..., columns) may be in any order. The result is bool (rows,), or `None` if x has
-    a row that `source` lacks. `is_token` is bool (batch, length).
+    The result is bool (rows,), or `None` if x has a row that `source` (batch, length, columns)
+    lacks.
     """
     columns = x.shape[-1]
     if x.dtype != source.dtype or source.shape[-1] != columns:

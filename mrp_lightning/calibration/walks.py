@@ -17,8 +17,7 @@ from mrp_lightning.targets.layers import Layer
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of one object, usually a method of its class, in this context.
 
-    Replacements nest: the last one counts, and its predecessor is restored after it. A module keeps
-    its hooks.
+    Replacements nest. A module keeps its hooks.
     """
     attributes = vars(owner)
     replaced = {name: attributes[name]} if name in attributes else {}
@@ -32,11 +31,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def every_layer_called() -> Iterator[None]:
-    """Switch off the fused path of torch's own encoders and attention, in which no hook fires.
-
-    With padding, a fused encoder also passes nested tensors, which have no shape, between its
-    blocks.
-    """
+    """Switch off the fused path of torch's own encoders and attention, in which no hook fires."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -132,13 +127,7 @@ class WholeModel(Walk):
 
 
 class ToHead(Walk):
-    """A walk of one step, from the outputs of walked blocks to the inputs of the output head.
-
-    Args:
-        walk: The walk over the blocks.
-        k: The number of walked blocks, whose outputs the walk stored if it stores any.
-        head: The module of the head, which is called but not computed.
-    """
+    """A walk of one step, from the outputs of k walked blocks to the inputs of the output head."""
 
     name = "to the head"
 

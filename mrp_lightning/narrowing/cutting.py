@@ -79,16 +79,13 @@ _OF_EFFECT = 0.02
 
 
 class BlockTrial:
-    """A check, by a forward, that a block without some units gives what it gives with them zero.
-
-    Of blocks with the same arrangement of parameters, the first is checked.
-    """
+    """A check, by a forward, that a block without some units gives what it gives with them zero."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure, self._seen = structure, set[Hashable]()
 
     def check(self, block: Block, run: Callable[[], Tensor | None]) -> None:
-        """Check a block by `_check_block`, unless it has no units or one like it was checked."""
+        """Check a block, unless one with the same arrangement of parameters was checked."""
         parts = self._structure.blocks.get(block.name)
         if parts is None:
             return

@@ -41,8 +41,7 @@ class _Windows(NamedTuple):
 class BlockTuner:
     """Tunes one block after another towards the stored outputs of the dense stream.
 
-    Padding has no effect. A step takes windows of each process. Weights that are on a grid stay on
-    it.
+    A step takes windows of each process. Weights that are on a grid stay on it.
     """
 
     def __init__(self, job: Job, walk: Walk, dense: DenseStream, padding: Padding) -> None:
@@ -54,13 +53,7 @@ class BlockTuner:
         self.processes = job.processes
 
     def check(self) -> None:
-        """Check, before anything is pruned, that the layers can be tuned.
-
-        Raises:
-            TargetError: Weights are float16, the hidden state is not the first or only output of a
-                block, or gradients do not reach the weights.
-            DataError: There is only one window.
-        """
+        """Check, before anything is pruned, that layers can be tuned, on two windows or more."""
         blocks = [layers for layers in self.job.plan.layers.values() if layers]
         narrow = [x.name for layers in blocks for x in layers if x.parameter.dtype == torch.float16]
         if narrow:

@@ -99,8 +99,7 @@ class Listener:
 
     def block(self, result: BlockResult, *, resumed: bool = False) -> None:
         """Receive the result of a block, `resumed` from the journal, or in place of its layers'."""
-        # Layers of a block from the journal are not reported one by one, so they count here. Others
-        # have been counted by `layer`.
+        # Layers of a block from the journal are not reported one by one, so they count here.
         self.num_layers += len(result.layers) * resumed
         self.resumed_blocks += resumed
         # The block holds the same rows: without this, `results` would have them twice.
@@ -108,11 +107,7 @@ class Listener:
         self._finished.append(result)
 
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
-        """Receive the rows of a block's pruned layers, once the block's outputs are computed.
-
-        Blocks are numbered from 0; the layers outside of the blocks follow as one more block, and
-        the head, if it is quantised, as the last.
-        """
+        """Receive the rows of a step's pruned layers, once the block's outputs are computed."""
 
     def ended(self, usage: Usage) -> None:
         """Receive the time and the memory of the pruning, at its end, also by an error."""

@@ -29,12 +29,9 @@ class OutputChange:
 
     Args:
         job: The job, whose model is dense.
-        walk: A walk over the model, at its start.
+        walk: A walk over the model, at its start; another over the same batches may replace it.
         padding: Separates tokens from padding.
         option: The option that needs the comparison, for messages, such as "structure: blocks".
-
-    Attributes:
-        walk: The walk that runs the model; another one over the same batches may replace it.
 
     Raises:
         TargetError: The model returns no floating-point tensor.
@@ -58,8 +55,7 @@ class OutputChange:
     def of(self, k: int, limit: float = math.inf) -> float:
         """Return the mean change, over all processes' rows, if the model runs from block k.
 
-        Changes are not negative, so that the forwards end once the mean exceeds `limit` for sure:
-        then any number above `limit` is returned.
+        The forwards end once the mean exceeds `limit` for sure, with any number above it.
         """
         total = 0.0
         for i, dense in enumerate(self._dense):
@@ -106,9 +102,9 @@ def first_output(returned: Any) -> Tensor | None:
 def _divergence(now: Tensor, dense: Tensor) -> Tensor:
     """Return KL(p ‖ q) of each row, as Σ p·(eᵘ − 1 − u) with u = ln q − ln p.
 
-    p and q are the softmax of the logits `dense` and `now`, (rows, vocabulary). The sum is
-    Σ p·ln(p/q), since Σ p·eᵘ = Σ p = 1, but no term is negative: in Σ p·ln(p/q) the terms cancel,
-    and the float32 rounding of the logarithms is 1e-3 of a divergence of 1e-5.
+    p and q are the softmax of the logits `dense` and `now`, (rows, vocabulary). Unlike those of
+    Σ p·ln(p/q), the terms are not negative: there they cancel, and the float32 rounding of the
+    logarithms is 1e-3 of a divergence of 1e-5.
     """
     log_p, log_q = dense.log_softmax(1), now.log_softmax(1)
     p, q, u = log_p.exp(), log_q.exp(), log_q - log_p

@@ -138,10 +138,8 @@ class _Unpruned:
 
 
 def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None) -> LayerResult:
-    """Return the result of a layer, without parameters of grids whose values give them back.
-
-    Products of the grids of `bits` are exact in bfloat16, those of engines' types are not.
-    """
+    """Return the result of a layer, without parameters of grids whose values give them back."""
+    # Products of the grids of `bits` are exact in bfloat16, those of engines' types are not.
     is_named = recipe.grid is not None and recipe.grid.name is not None
     return LayerResult(row, parameters if is_named else None)
 

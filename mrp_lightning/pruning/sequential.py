@@ -54,11 +54,8 @@ def prune_model(job: Job) -> list[BlockResult]:
 
     Each layer is written in one copy, then its result goes to the listener of the job: after an
     exception the listener has the results of the pruned layers, and all others are unchanged,
-    except in the block in progress, which may be scaled and tuned.
-
-    Returns:
-        The results in the order in which they were made, without weights, which the model holds.
-        The first is that of the layers that the plan leaves dense.
+    except in the block in progress, which may be scaled and tuned. The results are returned
+    without weights; the first is that of the layers that the plan leaves dense.
 
     Raises:
         TargetError: The blocks are not called in one order, no layer could be pruned, weights of a

@@ -90,19 +90,14 @@ class Repair:
 def shorten_model(job: Job) -> tuple[Removal, Repair]:
     """Choose the blocks to remove, and repair the blocks before the gaps that they leave.
 
-    The removed blocks stay in the model: `remove_blocks` removes them.
+    The plan of the job is a `ShorteningPlan`. The removed blocks stay in the model: `remove_blocks`
+    removes them. The weights of the repair are in the model. Both changes of the output are on
+    windows that the repair did not see.
 
     For n blocks of which m are removed, the choice costs at most about n/2 forwards of the compared
     windows for the runs, n/2 for the first step of the greedy search, and m for each of its others:
     a forward starts at the first block that is skipped, on stored hidden states, and ends where the
     set is known to be worse than the best so far. The repair runs each of the other windows twice.
-
-    Args:
-        job: The job, whose plan is a `ShorteningPlan`.
-
-    Returns:
-        The choice, and the repair, whose weights are in the model. Both changes of the output are
-        on windows that the repair did not see.
 
     Raises:
         TargetError: Blocks cannot run on stored hidden states, or not in the order of their list;

@@ -116,11 +116,8 @@ class MaskedRows:
     def _descend_rounded(
         self, precondition: Preconditioner, tolerance: float, progress: Callable[[str], None]
     ) -> int:
-        """Iterate in rounds of rounded products, each from an exact gradient, while that helps.
-
-        Rounded products are good for about three digits of the energy at the start of a round.
-        Returns the number of iterations.
-        """
+        """Iterate in rounds of rounded products, each from an exact gradient; return the number."""
+        # Rounded products are good for about three digits of the energy at the start of a round.
         times_matrix = rounded_product(self.damped.matrix, self.damped.delicate)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
         energy = float(descent.energies().sum())
@@ -152,10 +149,9 @@ class MaskedRows:
     ) -> int:
         """Iterate until the certificate holds or stalls, or too many steps are still to come.
 
-        The energies of the iteration decide when a certificate is worth its cost. They are no bound
-        themselves, but proportional to one: about a third of it with the low-rank model. The
-        iteration ends early if the forecast exceeds `patience` steps. Returns the number of
-        iterations.
+        The energies of the iteration decide when a certificate is worth its cost: they are about a
+        third of the bound with the low-rank model. The iteration ends early if the forecast exceeds
+        `patience` steps. Returns the number of iterations.
         """
         times_matrix = full_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)

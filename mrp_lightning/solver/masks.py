@@ -211,11 +211,8 @@ def _known(pruned: Tensor) -> Chooser:
 
 
 def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
-    """Return [(H⁻¹)_pp]⁻¹ of each group and combination p: (groups, M², combinations).
-
-    Entries outside p are zero, so that w_p [(H⁻¹)_pp]⁻¹ w_pᵀ is one product with all M² products of
-    the group's weights.
-    """
+    """Return [(H⁻¹)_pp]⁻¹ of each group and combination p: (groups, M², combinations)."""
+    # Entries outside p are zero, so that w_p [(H⁻¹)_pp]⁻¹ w_pᵀ is one product with all M² products.
     groups, group = blocks.shape[:2]
     # The corner of strongly correlated inputs is nearly singular: it is inverted in float64.
     corners = blocks.double()[:, combinations[:, :, None], combinations[:, None, :]]

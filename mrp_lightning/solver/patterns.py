@@ -163,11 +163,7 @@ Pattern = Unstructured | SemiStructured | Dense
 
 
 def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
-    """Return the pattern of the user's arguments, exactly one of which must be given.
-
-    Raises:
-        PatternError: Both or neither are given, or the given one is malformed.
-    """
+    """Return the pattern of exactly one argument; raise a PatternError if it is malformed."""
     if (sparsity is None) == (pattern is None):
         got = "neither" if sparsity is None else f"{sparsity=!r} and {pattern=!r}"
         raise PatternError(

@@ -208,13 +208,7 @@ def require_in_range(weight: Tensor, label: str) -> None:
 
 
 def check_weight(weight: Tensor, inputs: InputHessian) -> None:
-    """Check a weight against the Hessian of its inputs.
-
-    Raises:
-        TargetError: The weight is not a floating-point matrix, or holds NaN or Inf.
-        HessianError: The weight and the Hessian have different numbers of columns.
-        OptionError: They are on different devices.
-    """
+    """Check that a weight is a finite floating-point matrix that fits the Hessian of its inputs."""
     label = inputs.label
     if weight.ndim != 2 or not weight.is_floating_point():
         raise TargetError(

@@ -241,8 +241,7 @@ _LEAST_SPARSITY = 0.05
 def pruned_layers(model: nn.Module) -> list[Layer]:
     """Return the layers with at least 5% zeros, in the order of the module tree, each weight once.
 
-    Layers of zeros alone are left out, since they were initialised so, and layers for which
-    `why_not_plain` returns a reason.
+    Layers of zeros alone, which were initialised so, are left out, as are those that are not plain.
     """
     first_layers: dict[object, Layer] = {}
     for name, module in named_modules(model):

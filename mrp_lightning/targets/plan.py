@@ -260,10 +260,7 @@ def refuse_unusual(problems: dict[str, str]) -> None:
 
 
 def _no_layers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
-    """Yield the weights of two and more dimensions that no `Layer` represents.
-
-    In a model with blocks, only recurrent modules count outside of them.
-    """
+    """Yield the weights of two and more dimensions that no `Layer` represents."""
     blocks = contents.blocks
     for name, module in contents.modules.items():
         if blocks and not contents.is_in_a_block(name) and not is_recurrent(module):
@@ -289,10 +286,7 @@ def _no_layers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
 
 
 def _routers(contents: _Contents, wish: _Wish) -> Iterator[Skipped]:
-    """Yield the routers of experts, which stay dense: their errors cost most.
-
-    `targets` is the user's own choice, which may include them.
-    """
+    """Yield the routers of experts, whose errors cost most; none if `targets` are given."""
     for name in () if wish.targets else wish.layers:
         layer = contents.layers[name]
         parent = layer.owner.rpartition(".")[0]
