@@ -1,7 +1,7 @@
 """One of two processes of a trainer: prunes, tests, and writes down what it found.
 
-python ddp_worker.py MODEL TEXT OUT               # then it is killed in a second run
-torchrun … ddp_worker.py MODEL TEXT OUT --resume  # which goes on here, on two nodes
+torchrun … ddp_worker.py MODEL TEXT OUT --die     # on two nodes; one is killed in a second run
+torchrun … ddp_worker.py MODEL TEXT OUT --resume  # which goes on here
 """
 
 import argparse
@@ -55,11 +55,12 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("out", type=Path)
     parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--die", action="store_true")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shape: dict[str, Any] = {"num_nodes": 2, "devices": 1} if options.resume else {"devices": 2}
+    shape = {"num_nodes": options.nodes, "devices": 2 // options.nodes}
     shape |= {"accelerator": options.accelerator}
 
     def prune(name):

@@ -1,9 +1,12 @@
 """Pruning a tiny model as the package does, and slowly: full forwards, all inputs kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +14,7 @@ from mrp_lightning import prune_weight
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning import sequential
+from mrp_lightning.pruning.block import LayerSolver
 from mrp_lightning.pruning.job import Job, Listener
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.block_result import BlockResult
@@ -30,6 +34,36 @@ BLOCKS = {
 
 class Killed(BaseException):
     """Stands for the end of the process."""
+
+
+@contextmanager
+def killed_after(entries: int) -> Iterator[None]:
+    """End the process after so many entries of its journal."""
+    write, written = Journal.write, []
+
+    def write_and_die(self: Journal, step: int, result: BlockResult) -> None:
+        write(self, step, result)
+        written.append(step)
+        if len(written) == entries:
+            raise Killed
+
+    with mock.patch.object(Journal, "write", write_and_die), pytest.raises(Killed):
+        yield
+
+
+@contextmanager
+def stopped_at(block: int, solver: Any = LayerSolver) -> Iterator[None]:
+    """Let a pruning fail when it comes to a block."""
+    prune = solver.prune
+
+    def stop(self: Any, walked: Any) -> Any:
+        if walked.k == block:
+            raise RuntimeError("stopped here")
+        return prune(self, walked)
+
+    failing = pytest.raises(RuntimeError, match="stopped here")
+    with mock.patch.object(solver, "prune", stop), failing:
+        yield
 
 
 class Dying(Journal):

@@ -14,10 +14,7 @@ BASE = {
         "sequence_length": 32,
         "batch_size": 2,
     },
-    "trainer": {
-        **QUIET,
-        "callbacks": [{"class_path": "callbacks.MRPCallback"}],
-    },
+    "trainer": {**QUIET, "callbacks": [{"class_path": "callbacks.MRPCallback"}]},
 }
 
 RECIPES = """

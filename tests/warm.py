@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,17 @@ class Piped(Started):
             output = self.stdout.read()
         self.wait()
         return output
+
+
+def on_two_nodes(command: Any, env: Mapping[str, str] = {}) -> list[Piped]:
+    """Start one process on each of two nodes, in the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    of_all |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
+    ranks = [{"RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(2)]
+    return [Piped(command, {**env, **of_all, **rank}) for rank in ranks]
 
 
 def run(command: Any, env: Mapping[str, str] = {}, cwd: Any = None, check: bool = False) -> Any:

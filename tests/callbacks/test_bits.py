@@ -112,35 +112,6 @@ def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatc
         assert lost < float(((change @ hessian.double()) * change).sum()) / 2
 
 
-def test_a_resumed_run_has_the_same_bits(llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.pruning.block import LayerSolver
-
-    llama().save_pretrained(tmp_path / "dense")
-
-    def run(name, module):
-        callback = MRPCallback(pattern="2:4", bits=4, tuning=TUNING, save_dir=tmp_path / name)
-        Trainer(**quiet).predict(module, loader, callbacks=[callback])
-        return callback.report
-
-    run("whole", CausalLM(tmp_path / "dense"))
-    prune = LayerSolver.prune
-
-    def stops(self, block):
-        if block.k == 1:
-            raise RuntimeError("stopped")
-        return prune(self, block)
-
-    monkeypatch.setattr(LayerSolver, "prune", stops)
-    with pytest.raises(RuntimeError, match="stopped"):
-        run("parts", CausalLM(tmp_path / "dense"))
-    monkeypatch.undo()
-    report = run("parts", CausalLM(tmp_path / "dense"))
-    assert report.resumed_blocks == 1
-    whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("whole", "parts"))
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, parts.state_dict()[name]), name
-
-
 def test_what_does_not_go_is_refused_at_once():
     with pytest.raises(OptionError, match="`bits` must be 3, 4 or 8"):
         MRPCallback(pattern="2:4", bits=2)
@@ -148,16 +119,3 @@ def test_what_does_not_go_is_refused_at_once():
         MRPCallback(pattern="2:4", bits="4")
     with pytest.raises(OptionError, match="all have the pattern dense"):
         MRPCallback(bits=4, allocation="output")
-
-
-def test_a_streamed_model_gets_the_same_bits(llama, loader, quiet, tmp_path):
-    llama().save_pretrained(tmp_path / "dense")
-    for name in ("memory", "streamed"):
-        module = CausalLM(tmp_path / "dense", streaming=name == "streamed")
-        callback = MRPCallback(pattern="2:4", bits=4, tuning=TUNING, save_dir=tmp_path / name)
-        Trainer(**quiet).predict(module, loader, callbacks=[callback])
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("memory", "streamed")
-    )
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, theirs.state_dict()[name]), name

@@ -9,7 +9,7 @@ import torch
 import transformers
 from families import batches, build
 from quiet import QUIET
-from slow_pruning import report_of
+from slow_pruning import report_of, stopped_at
 from thread_processes import together
 from tiny_configs import FAMILIES
 from torch.utils.data import DataLoader
@@ -52,8 +52,7 @@ def experts_of(block):
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "qwen3_next"],
+    "family", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "deepseek_v3", "qwen3_next"]
 )
 def test_the_saved_model_is_ordinary_and_gives_the_same(family, tmp_path):
     """It has what was in the dense one: the kept experts, and the rows of the router for them."""
@@ -216,12 +215,12 @@ def test_experts_that_are_zero_are_refused():
         without_experts(model, batches("mixtral"))
 
 
-def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(tmp_path, monkeypatch):
+def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(tmp_path):
     """An interrupted run ends with the bits of one that was not."""
-    tuning = mrp_lightning.BlockTuning(epochs=2, learning_rate=1e-3)
+    tuning = mrp_lightning.BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
     options = {"target": "dense", "tuning": tuning, "sparsity": 0.5}
-    windows = torch.randint(3, 64, (32, 32), generator=torch.Generator().manual_seed(1))
-    inputs = [{"input_ids": x} for x in windows.split(8)]
+    windows = torch.randint(3, 64, (16, 16), generator=torch.Generator().manual_seed(1))
+    inputs = [{"input_ids": x} for x in windows.split(4)]
     model, dense = build("mixtral"), build("mixtral")
     whole = without_experts(model, inputs, tmp_path / "whole", **options)
     assert any(block.epoch for block in whole.report.blocks)
@@ -236,17 +235,8 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(tmp_path, monkeypatch):
             torch.equal(e, o) for e in experts_of(block).experts.down_proj for o in every
         )
 
-    real = ExpertRemover.prune
-
-    def prune(remover, block):
-        if block.k == 2:
-            raise RuntimeError("stopped here")
-        return real(remover, block)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ExpertRemover, "prune", prune)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            without_experts(build("mixtral"), inputs, tmp_path / "narrower", **options)
+    with stopped_at(2, ExpertRemover):
+        without_experts(build("mixtral"), inputs, tmp_path / "narrower", **options)
     resumed = build("mixtral")
     again = without_experts(resumed, inputs, tmp_path / "narrower", **options)
     assert again.report.resumed_blocks == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ddp_worker import bits
 from families import build
-from slow_pruning import Killed
+from slow_pruning import killed_after
 from thread_processes import together
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, OPTConfig
@@ -21,7 +21,6 @@ from mrp_lightning import (
     Trainer,
     prune_weight,
 )
-from mrp_lightning.journal.journal import Journal
 from mrp_lightning.pruning import prune_layers
 from mrp_lightning.pruning.prune_layers import Calibrated, quantise_head
 from mrp_lightning.records import grid_file
@@ -118,9 +117,7 @@ def test_what_is_saved_is_tied_and_says_so(llama, loader, quiet, tmp_path):
 
 
 @pytest.mark.parametrize(("entries", "streaming"), [(1, False), (2, True), (3, False)])
-def test_a_run_goes_on_with_the_same_bits(
-    entries, streaming, llama, loader, quiet, tmp_path, monkeypatch
-):
+def test_a_run_goes_on_with_the_same_bits(entries, streaming, llama, loader, quiet, tmp_path):
     """Killed after the first block, before the head, and after it."""
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
 
@@ -132,19 +129,8 @@ def test_a_run_goes_on_with_the_same_bits(
         return callback.report
 
     run("whole")
-    write, steps = Journal.write, []
-
-    def write_and_stop(self, step, record):
-        write(self, step, record)
-        steps.append(step)
-        if len(steps) == entries:
-            raise Killed
-
-    monkeypatch.setattr(Journal, "write", write_and_stop)
-    with pytest.raises(Killed):
+    with killed_after(entries):
         run("parts")
-    monkeypatch.undo()
-    assert steps == [0, 1, 2][:entries]
     report = run("parts")
     assert report.resumed_blocks == entries
     assert [row.name for row in report.layers][-1] == "lm_head"

@@ -1,5 +1,6 @@
 """Training a pruned model: the zeros stay, exactly, whatever trains the rest."""
 
+import copy
 import json
 import warnings
 from typing import Any
@@ -19,17 +20,22 @@ from mrp_lightning.storage.files import MANIFEST
 from mrp_lightning.targets.layers import holds_experts, layers_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loader() -> DataLoader:
     generator = torch.Generator().manual_seed(5)
     return DataLoader(torch.randint(3, 2000, (12, 24), generator=generator), batch_size=2)
 
 
-@pytest.fixture
-def pruned(tiny_llama, loader) -> CausalLM:
+@pytest.fixture(scope="module")
+def pruned_once(tiny_llama, loader) -> CausalLM:
     model = CausalLM(tiny_llama, dtype="float32", learning_rate=1e-2, warmup_steps=1)
     Trainer(**QUIET).predict(model, loader, callbacks=[MRPCallback(pattern="2:4")])
     return model
+
+
+@pytest.fixture
+def pruned(pruned_once) -> CausalLM:
+    return copy.deepcopy(pruned_once)
 
 
 def zeros(model: nn.Module) -> dict[str, Tensor]:

@@ -8,9 +8,8 @@ import torch
 from families import batches, build
 from lightning.pytorch import Trainer as LightningTrainer
 from quiet import QUIET
-from slow_pruning import report_of
+from slow_pruning import report_of, stopped_at
 from thread_processes import together
-from tiny_configs import FAMILIES
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,11 +34,10 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 
 NEURONS = [
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt", "opt_350m"),
-    *("gpt2", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "granite", "olmo2", "bert"),
-    *("distilbert", "vit", "t5"),
+    *("llama", "gemma2", "gemma3_text", "opt", "opt_350m", "gpt2", "gpt_neox", "gptj", "falcon"),
+    *("phi", "starcoder2", "granite", "olmo2", "bert", "distilbert", "vit", "t5"),
 ]
-HEADS = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi", "starcoder2", "mixtral", "vit"]
+HEADS = ["llama", "qwen2", "qwen3", "gemma2", "phi", "starcoder2", "mixtral", "vit"]
 REFUSED = {
     ("bloom", "neurons"): "has none of the entries",
     ("phi3", "neurons"): "gate_up_proj.weight holds several projections in one",
@@ -84,8 +82,7 @@ class Spy:
 
 
 @pytest.mark.parametrize(
-    ("family", "structure"),
-    [*((f, "neurons") for f in NEURONS), *((f, "heads") for f in HEADS)],
+    ("family", "structure"), [*((f, "neurons") for f in NEURONS), *((f, "heads") for f in HEADS)]
 )
 def test_the_saved_model_is_ordinary_and_gives_the_same(family, structure, tmp_path, monkeypatch):
     model, inputs = build(family), batches(family)
@@ -133,11 +130,7 @@ def test_what_cannot_be_narrower_is_refused_by_name(family, structure, tmp_path)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"structure": "columns"},
-            OptionError,
-            "must be one of neurons, heads, experts",
-        ),
+        ({"structure": "columns"}, OptionError, "must be one of neurons, heads, experts"),
         ({"pattern": "2:4", "sparsity": None}, OptionError, "Leave out `pattern`"),
         ({"targets": "mlp", "allocation": "output"}, OptionError, "`allocation`, `targets`"),
         ({"bits": 4}, OptionError, "Remove neurons in a first run, .* in a second one"),
@@ -217,12 +210,12 @@ def test_wide_models_and_own_modules(llama, loader, own, tmp_path):
 
 
 @pytest.mark.parametrize("structure", ["neurons", "heads"])
-def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_path, monkeypatch):
+def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_path):
     """An interrupted run ends with the bits of one that was not, and tuning changes all layers."""
-    tuning = mrp_lightning.BlockTuning(epochs=2, learning_rate=1e-3)
+    tuning = mrp_lightning.BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
     options = {"structure": structure, "sparsity": 0.5, "target": "dense", "tuning": tuning}
-    windows = torch.randint(3, 64, (64, 32), generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(windows, batch_size=8)
+    windows = torch.randint(3, 64, (16, 32), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(windows, batch_size=4)
     whole, model = tmp_path / "whole", llama(intermediate_size=96)
     before = model.model.layers[0].mlp.gate_proj.weight.clone()
     callback = MRPCallback(save_dir=whole, **options)
@@ -233,18 +226,8 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_p
         for row, old in zip(model.model.layers[0].mlp.gate_proj.weight, before, strict=False)
     )
 
-    real = UnitRemover.prune
-
-    def prune(remover, block):
-        if block.k == 1:
-            raise RuntimeError("stopped here")
-        return real(remover, block)
-
-    other = llama(intermediate_size=96)
-    with monkeypatch.context() as patched:
-        patched.setattr(UnitRemover, "prune", prune)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            narrower(other, loader, tmp_path, **options)
+    with stopped_at(1, UnitRemover):
+        narrower(llama(intermediate_size=96), loader, tmp_path, **options)
     again = MRPCallback(save_dir=tmp_path / "narrower", **options)
     resumed = llama(intermediate_size=96)
     Trainer(**QUIET).predict(resumed, loader, callbacks=[again])
@@ -273,10 +256,7 @@ def test_neurons_then_heads_then_zeros_on_a_grid(llama, loader, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "structure"),
-    [
-        *(("llama", "neurons"), ("llama", "heads")),
-        *(("mixtral", "experts"), ("deepseek_v3", "experts")),
-    ],
+    [("llama", "neurons"), ("llama", "heads"), ("deepseek_v3", "experts")],
 )
 def test_a_streamed_model_gets_as_narrow(family, structure, tmp_path, monkeypatch):
     """Saved, it has the bits of one that was in memory; so it does after a failure to save."""
@@ -323,10 +303,6 @@ def test_a_streamed_model_is_as_narrow_in_memory(tmp_path):
         for x in inputs:
             torch.testing.assert_close(streamed.model(**x).logits, loaded(**x).logits)
     assert streamed.model.config.num_local_experts == 2
-
-
-def test_every_family_of_the_lists_is_there():
-    assert {*NEURONS, *HEADS} <= FAMILIES.keys()
 
 
 @pytest.mark.parametrize("structure", ["neurons", "heads"])

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import socket
 import textwrap
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from lightning.pytorch import Trainer
 from quiet import QUIET
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from warm import Piped
+from warm import Piped, on_two_nodes
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM
@@ -22,20 +21,7 @@ from mrp_lightning.records.grid_file import NAME
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "ddp_worker.py"
-
-
-def start(*command: object, **env: object) -> Piped:
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return Piped(command, own | {name: str(value) for name, value in env.items()})
-
-
-def on_two_nodes(*command: object) -> list[Piped]:
-    """One process on each node, in the environment that torchrun gives them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "LOCAL_RANK": 0}
-    env |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "test"}
-    return [start(*command, **env, RANK=rank, GROUP_RANK=rank) for rank in range(2)]
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +36,11 @@ def given(tiny_llama, tmp_path_factory):
 @pytest.fixture(scope="module")
 def killed(given):
     """What a first run of two processes found, and their output; process 0 died in a second."""
-    worker = start(WORKER, *given, "--die")
-    output = worker.communicate()
-    assert worker.returncode < 0
-    return [json.loads((given[2] / f"first-{rank}.json").read_text()) for rank in (0, 1)], output
+    first, second = on_two_nodes([WORKER, *given, "--die"], ENV)
+    outputs = [first.communicate(), second.communicate()]
+    assert first.returncode < 0, outputs
+    found = [json.loads((given[2] / f"first-{rank}.json").read_text()) for rank in (0, 1)]
+    return found, outputs[1]
 
 
 def test_two_processes_give_what_one_gives(killed, given):
@@ -102,7 +89,7 @@ def test_two_nodes_go_on_where_a_process_died(killed, given):
         Trainer(
             devices=1, callbacks=[MRPCallback(**PRUNE, save_dir=out / "second")], **QUIET
         ).predict(CausalLM(model), datamodule=data(text))
-    nodes = on_two_nodes(WORKER, *given, "--resume")
+    nodes = on_two_nodes([WORKER, *given, "--resume"], ENV)
     outputs = [node.communicate() for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     found = [json.loads((out / f"second-{rank}.json").read_text()) for rank in (0, 1)]
@@ -122,7 +109,7 @@ def test_two_gpus_hold_the_same_bits(given, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     model, text, _ = given
-    worker = start(WORKER, model, text, tmp_path, "--accelerator=gpu")
+    worker = Piped([WORKER, model, text, tmp_path, "--accelerator=gpu", "--nodes=1"], ENV)
     output = worker.communicate()
     assert worker.returncode == 0, output
     first, second = (json.loads((tmp_path / f"first-{n}.json").read_text()) for n in (0, 1))

@@ -137,15 +137,15 @@ def test_adapters_are_refused(refused, llama):
     ],
 )
 def test_weights_that_hooks_compute_are_refused_with_what_removes_these(
-    change, remedy, llama, loader, quiet
+    change, remedy, llama, quiet
 ):
-    model = llama()
+    model, trainer = llama(), Trainer(**quiet)
     layer = model.model.layers[0].mlp.up_proj
     change(layer)
     with pytest.raises(TargetError, match=rf"up_proj: .*; call torch\..*\.{remedy.__name__}\("):
-        Trainer(**quiet).predict(model, loader, callbacks=[MRPCallback(pattern="2:4")])
+        MRPCallback(pattern="2:4").setup(trainer, CausalLM(model), "predict")
     remedy(layer, "weight")
-    Trainer(**quiet).predict(model, loader, callbacks=[MRPCallback(pattern="2:4")])
+    MRPCallback(pattern="2:4").setup(trainer, CausalLM(model), "predict")
 
 
 def test_a_layer_that_is_used_in_two_places_stays_dense(quiet):
@@ -326,8 +326,10 @@ def gpu_has_none(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.mark.parametrize("fail", [too_large, python_has_none, gpu_has_none])
-@pytest.mark.parametrize("calls", [0, 1, 5])  # whole forward, trial of one block, its walk
+# In the whole forward, the trial of one block, and its walk.
+@pytest.mark.parametrize(
+    ("fail", "calls"), [(too_large, 0), (python_has_none, 1), (gpu_has_none, 5)]
+)
 def test_out_of_memory_says_what_to_lower(fail, calls, llama, loader, quiet, own):
     module, seen = own(llama()), []
 

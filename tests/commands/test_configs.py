@@ -36,12 +36,7 @@ def test_every_file_is_covered_here():
     found = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in elsewhere]
     recipes = [CONFIGS / "recipes" / f"{name}.yaml" for name in RECIPES]
     assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN, *recipes]) == sorted(found)
-    assert {path.stem for path in MODELS} >= {
-        "opt-125m",
-        "llama-2-7b",
-        "bloom-560m",
-        "mamba-130m",
-    }
+    assert {path.stem for path in MODELS} >= {"opt-125m", "llama-2-7b", "bloom-560m", "mamba-130m"}
     assert all([PATTERNS, DATA])
 
 

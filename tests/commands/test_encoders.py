@@ -108,8 +108,7 @@ def test_a_sentence_encoder_is_pruned_with_all_that_lies_beside_it(encoder, text
 
 
 @pytest.mark.parametrize(
-    ("base", "named"),
-    [("mpnet", "MPNetForMaskedLM"), ("qwen3", "Qwen3ForCausalLM")],
+    ("base", "named"), [("mpnet", "MPNetForMaskedLM"), ("qwen3", "Qwen3ForCausalLM")]
 )
 def test_an_embedding_model_is_pruned_and_packed_as_the_base_model_that_its_files_hold(
     base, named, encoder, text, capsys, caplog

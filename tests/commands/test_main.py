@@ -20,13 +20,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = [f"--trainer.{option}" for option in ("accelerator=cpu", "logger=false")]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400)))
-    return str(path)
-
-
 def arguments(command: str, model: Path, text: str, *more: str) -> list[str]:
     data = [f"--data.{key}_files={text}" for key in ("train", "eval")]
     size = ["--data.num_samples=4", "--data.sequence_length=32", "--data.batch_size=2"]
@@ -59,23 +52,18 @@ def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, ca
     assert "perplexity" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", ["option", "options", "yaml"])
-def test_a_model_is_named_as_in_other_commands(way, tiny_llama, text, tmp_path, capsys):
+def test_a_model_is_named_as_in_other_commands(tiny_llama, text, tmp_path, capsys):
     _, _, *rest = arguments("test", tiny_llama, text)
     (tmp_path / "run.yaml").write_text(f"model: {tiny_llama}\n")
-    named = {
-        "option": [f"--model={tiny_llama}"],
-        "options": ["--model", str(tiny_llama), "--model.dtype=bfloat16"],
-        "yaml": [f"--config={tmp_path / 'run.yaml'}"],
-    }
-    main(["test", *named[way], *rest])
-    assert "perplexity" in capsys.readouterr().out
-
-
-def test_a_model_option_that_is_a_file_of_options_is_read(tiny_llama, text, tmp_path, capsys):
-    _, _, *rest = arguments("test", tiny_llama, text)
-    (tmp_path / "model.yaml").write_text(f"model: {tiny_llama}\n")
-    main(["test", f"--model={tmp_path / 'model.yaml'}", *rest])
+    (tmp_path / "options.yaml").write_text(f"model: {tiny_llama}\n")
+    for named in (
+        ["--model", str(tiny_llama), "--model.dtype=bfloat16"],
+        [f"--config={tmp_path / 'run.yaml'}"],
+        [f"--model={tmp_path / 'options.yaml'}"],  # a file of options
+    ):
+        made = PruningCLI([*named, *rest], run=False)
+        assert made.model.hparams["model"] == str(tiny_llama)
+    main(["test", f"--model={tiny_llama}", *rest])
     assert "perplexity" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["test", "--model=./absent.gguf", *rest])
@@ -163,18 +151,6 @@ def test_a_mistake_is_one_line_and_no_traceback(
     assert error.splitlines()[-1].startswith("error: ")
     assert message in error.splitlines()[-1]
     assert "Traceback" not in error
-
-
-def test_an_unquoted_pattern_in_yaml_is_explained(tiny_llama, text, tmp_path, capsys):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "trainer: {callbacks: [{class_path: callbacks.MRPCallback, "
-        "init_args: {pattern: 2:4, save_dir: out}}]}"
-    )
-    with pytest.raises(SystemExit) as stop:
-        main(arguments("predict", tiny_llama, text, f"--config={config}"))
-    assert stop.value.code == 2
-    assert 'pattern: "2:4"' in capsys.readouterr().err
 
 
 def test_the_module_and_the_console_script_start(tmp_path):

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shlex
-import subprocess
+import signal
 import sys
 import time
 from dataclasses import fields
@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm import Piped
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
@@ -141,10 +142,7 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--recipe=bets"], "best"),
         (["--pattern=2:4", "--text=absent.txt"], "`--text`: no such file: absent.txt."),
         (["--pattern=2:4", "--text=https://a.b/c.txt"], "c.txt (download it first"),
-        (
-            ["--bits=4", "--structure=heads", "--sparsity=0.5"],
-            "goes with no `bits` or `grid`",
-        ),
+        (["--bits=4", "--structure=heads", "--sparsity=0.5"], "goes with no `bits` or `grid`"),
         (["--bits=5"], "`bits`"),
         (["--grid=q9"], "q9"),
         (["--pattern=2:4", "--gguf=out"], "`--gguf`: expected a file that ends in .gguf"),
@@ -205,6 +203,7 @@ def test_of_many_documents_whole_ones_are_held_out(tmp_path):
     assert sorted([*held_out, *rest]) == sorted(f"document {i}" for i in range(40))
 
 
+@pytest.mark.usefixtures("short_library")
 def test_without_text_the_model_writes_what_it_is_calibrated_on(
     tiny_llama, tmp_path, monkeypatch, capsys
 ):
@@ -220,6 +219,7 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     assert report["provenance"]["data"]["source"] == "the model's own text"
 
 
+@pytest.mark.usefixtures("short_library")
 def test_a_small_model_writes_no_more_than_its_widest_layer_needs(
     tiny_llama, tmp_path, monkeypatch, capsys
 ):
@@ -333,13 +333,13 @@ def test_windows_do_not_depend_on_the_size_of_batches(tiny_llama, text):
     asked = ["--pattern=2:4", "--method=magnitude", f"--text={text}", "--num-samples=2"]
     asked += ["--sequence-length=16", "--eval-samples=5", "--accelerator=cpu"]
     scores = []
-    for size in ("1", "3", "1000"):
+    for size in ("1", "3"):
         main(["prune", str(tiny_llama), *asked, f"--batch-size={size}", f"--out={size}"])
         content = json.loads(Path(size, "evaluation.json").read_text())
         scores += [*content["dense"].values(), *content["perplexity"].values()]
     assert {score["windows"] for score in scores} == {5}
     dense = [score["perplexity"] for score in scores[::2]]
-    assert dense == pytest.approx([dense[0]] * 3, rel=1e-5)
+    assert dense == pytest.approx([dense[0]] * 2, rel=1e-5)
 
 
 def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatch):
@@ -386,19 +386,15 @@ def test_a_ruined_model_is_told_in_a_sentence():
 
 def test_sigterm_ends_the_tokenizing_of_a_long_text(tiny_llama, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("value = compute(1) + value\n" * 1_500_000)  # of which a tenth is held out
-    command = [sys.executable, "-m", "mrp_lightning", "prune", str(tiny_llama), "--pattern=2:4"]
-    command += [f"--text={text}", f"--out={tmp_path / 'out'}", *SMALL]
-    said = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("Tokenizing 36 million"):
-                time.sleep(0.2)
-                process.terminate()
-        assert process.wait(timeout=60) == 143
+    text.write_text("value = compute(1) + value\n" * 500_000)  # of which a tenth is held out
+    command = ["-m", "mrp_lightning", "prune", str(tiny_llama), "--pattern=2:4"]
+    process = Piped([*command, f"--text={text}", f"--out={tmp_path / 'out'}", *SMALL])
+    for line in process.stdout:
+        if line.startswith("Tokenizing 12 million"):
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

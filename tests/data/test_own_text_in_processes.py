@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from warm import Piped
+from warm import Piped, on_two_nodes
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 WINDOWS, TOKENS = 6, 64
 
 
-def start_two(model: Path, out: Path) -> Piped:
+def start_two(model: Path, out: Path, nodes: int) -> list[Piped]:
+    """Of two nodes both processes are started; of one, the first, which starts the other."""
     options = {
         "model.model": model,
         "data.calibration": "self",
@@ -23,7 +24,8 @@ def start_two(model: Path, out: Path) -> Piped:
         "data.sequence_length": TOKENS,
         "trainer.accelerator": "cpu",
         "trainer.strategy": "ddp",
-        "trainer.devices": 2,
+        "trainer.num_nodes": nodes,
+        "trainer.devices": 2 // nodes,
         "trainer.enable_progress_bar": "false",
         "trainer.callbacks": "callbacks.MRPCallback",
         "trainer.callbacks.pattern": "2:4",
@@ -31,11 +33,12 @@ def start_two(model: Path, out: Path) -> Piped:
     }
     given = [f"--{name}={value}" for name, value in options.items()]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return Piped(["-m", "mrp_lightning", "predict", *given], env)
+    command = ["-m", "mrp_lightning", "predict", *given]
+    return [Piped(command, env)] if nodes == 1 else on_two_nodes(command, env)
 
 
 def test_a_kill_loses_no_window_and_the_weights_are_those_of_one_process(tiny_llama, tmp_path):
-    killed = start_two(tiny_llama, tmp_path / "two")
+    (killed,) = start_two(tiny_llama, tmp_path / "two", nodes=1)
     while not list(tmp_path.glob(".two.partial/block-*")) and killed.returncode is None:
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
@@ -43,11 +46,11 @@ def test_a_kill_loses_no_window_and_the_weights_are_those_of_one_process(tiny_ll
     assert killed.returncode == -signal.SIGKILL, output
     assert "of the model's own text" in output
     assert not (tmp_path / "two").exists()
-    again = start_two(tiny_llama, tmp_path / "two")
-    output = again.communicate()
-    assert again.returncode == 0, output
-    assert "block 1/2 · " in output
-    assert "own text" not in output
+    again = start_two(tiny_llama, tmp_path / "two", nodes=2)
+    outputs = [process.communicate() for process in again]
+    assert [process.returncode for process in again] == [0, 0], outputs
+    assert "block 1/2 · " in outputs[0]
+    assert "own text" not in "".join(outputs)
 
     data = TextDataModule(calibration="self", num_samples=WINDOWS, sequence_length=TOKENS)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "one")

@@ -33,7 +33,7 @@ def weights(directory):
     return AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
-def test_it_keeps_the_zeros_and_says_what_changed(run, capsys):
+def test_it_keeps_the_zeros_and_says_what_changed_and_so_do_bits_after_it(run, tmp_path, capsys):
     main(["distill", str(run), *SMALL])
     out = run.with_name("half-distilled")
     before, after = weights(run), weights(out)
@@ -49,17 +49,13 @@ def test_it_keeps_the_zeros_and_says_what_changed(run, capsys):
     assert f"mrp-lightning export {out}" in shown.replace("\n", "")
     assert [path.name for path in run.parent.iterdir() if "distilling" in path.name] == []
 
-
-def test_bits_come_after_it_and_keep_the_zeros(run, tmp_path):
-    """With the pattern of the pruning, whose removed weights are the cheapest to remove again."""
-    main(["distill", str(run), *SMALL])
-    distilled, out = run.with_name("half-distilled"), tmp_path / "grid"
-    prune = ["prune", str(distilled), "--pattern=2:4", "--bits=4", "--num-samples=4"]
-    main([*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", f"--out={out}"])
-    before, after = weights(distilled), weights(out)
-    for name in before:
+    # With the pattern of the pruning, whose removed weights are the cheapest to remove again.
+    prune = ["prune", str(out), "--pattern=2:4", "--bits=4", "--num-samples=4", "--eval-samples=2"]
+    main([*prune, "--sequence-length=32", "--accelerator=cpu", f"--out={tmp_path / 'grid'}"])
+    on_grid = weights(tmp_path / "grid")
+    for name, weight in after.items():
         if "proj" in name:
-            assert not after[name][before[name] == 0].any()
+            assert not on_grid[name][weight == 0].any()
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(run, monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import lightning
 import pytest
 import torch
+from quiet import QUIET
 from torch.utils.data import DataLoader
 
 from callbacks import KeepBest, KeepSparsity, MRPCallback, SaveModel
@@ -14,15 +15,6 @@ from mrp_lightning import CausalLM, Distillation, OptionError, Trainer
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.targets.blocks import pruned_layers
-
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +26,31 @@ def windows():
     return data.calibration_windows()
 
 
-@pytest.fixture
-def pair(windows):
-    """The embedded model without 60% of its weights by magnitude, and as it is."""
-    dense = CausalLM(STDLIB_LLAMA, dtype="float32")
+def pair_of(path, windows):
+    """A model without 60% of its weights by magnitude, and as it is."""
+    dense = CausalLM(path, dtype="float32")
     student = copy.deepcopy(dense)
     prune = MRPCallback(sparsity=0.6, method="magnitude")
-    loader = DataLoader(windows[:4], batch_size=4)
-    Trainer(**QUIET).predict(student, loader, callbacks=[prune])
+    Trainer(**QUIET).predict(student, loader(windows[:4]), callbacks=[prune])
     return student, dense
+
+
+@pytest.fixture(scope="module")
+def untouched(tiny_llama, windows):
+    return pair_of(tiny_llama, windows)
+
+
+@pytest.fixture
+def pair(untouched):
+    return copy.deepcopy(untouched)
 
 
 def loader(windows, batch_size=4):
     return DataLoader(windows, batch_size=batch_size)
 
 
-def test_the_divergence_halves_and_zeros_stay(pair, windows, tmp_path):
-    student, dense = pair
+def test_the_divergence_halves_and_zeros_stay(windows):
+    student, dense = pair_of(STDLIB_LLAMA, windows)
     zeros = {layer.name: layer.weight == 0 for layer in pruned_layers(student.model)}
     teacher = {name: p.clone() for name, p in dense.model.named_parameters()}
     module = Distillation(student, dense, learning_rate=1e-3, warmup_steps=2)
@@ -105,9 +105,8 @@ def own_text(**options):
     return DistillationText(tokens=640, sequence_length=32, batch_size=4, seed=1, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_training_ends_with_the_same_bits(pair, tmp_path, dtype):
-    """Killed in the middle of the second epoch, and of the accumulation of gradients' epoch."""
+def test_a_resumed_training_ends_with_the_same_bits(pair, tmp_path):
+    """Killed in the middle of the second epoch, with float32 values of weights in bfloat16."""
     student, dense = pair
 
     class Save(lightning.pytorch.Callback):
@@ -116,7 +115,7 @@ def test_a_resumed_training_ends_with_the_same_bits(pair, tmp_path, dtype):
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
     def run(*callbacks, ckpt_path=None):
-        module = Distillation(copy.deepcopy(student), dense, dtype=dtype, warmup_steps=2)
+        module = Distillation(copy.deepcopy(student), dense, dtype="bfloat16", warmup_steps=2)
         trainer = lightning.Trainer(
             max_steps=9, callbacks=[KeepSparsity(), KeepBest(), *callbacks], **QUIET
         )
@@ -173,10 +172,10 @@ def test_no_result_is_worse_than_its_start(in_file, pair, windows, tmp_path):
     )
 
 
-def test_it_is_saved_as_a_pruned_model(windows, tmp_path):
+def test_it_is_saved_as_a_pruned_model(tiny_llama, windows, tmp_path):
     prune = MRPCallback(pattern="2:4", method="wanda", save_dir=tmp_path / "pruned")
-    Trainer(**QUIET).predict(CausalLM(STDLIB_LLAMA), loader(windows[:4]), callbacks=[prune])
-    module = Distillation(str(tmp_path / "pruned"), str(STDLIB_LLAMA), dtype="float32")
+    Trainer(**QUIET).predict(CausalLM(tiny_llama), loader(windows[:4]), callbacks=[prune])
+    module = Distillation(str(tmp_path / "pruned"), str(tiny_llama), dtype="float32")
     save = SaveModel(tmp_path / "distilled", dtype="bfloat16")
     Trainer(max_steps=2, callbacks=[KeepSparsity(), save], **QUIET).fit(module, loader(windows[:8]))
     assert (tmp_path / "distilled" / "pruning_report.json").is_file()

@@ -41,10 +41,7 @@ def test_tables_of_others_are_refused_before_any_run(here, capsys):
         ('--vary={"data.eval_files": [["gone.txt"]]}', "`eval_files`: no such file: gone.txt"),
         ("--config=typo.yaml", "modles"),
         ("--config=key.yaml", "'option.x' is not accepted"),
-        (
-            '--models={"a": {"options": {"model.modl": "x"}}}',
-            "modl",
-        ),
+        ('--models={"a": {"options": {"model.modl": "x"}}}', "modl"),
         ('--vary={"trainer.callbacks.init_args.damping": [-1]}', "`damping` must be a finite num"),
         ('--vary={"data.num_samples": ["many"]}', "many"),
         ("--zeroshot=[lambda_openai]", "`zeroshot`: lm-eval has no task lambda_openai (nearest: "),
@@ -103,28 +100,32 @@ def test_another_configuration_is_not_mixed_in(here, capsys):
     assert read("out/tiny/dense").zeroshot == {}
 
 
-@pytest.mark.parametrize("name", ["the evaluation text", "the calibration text", "the model"])
-def test_runs_from_files_that_changed_since_are_not_mixed_in(here, tiny_llama, capsys, name):
+def test_runs_from_files_that_changed_since_are_not_mixed_in(here, tiny_llama, capsys):
     shutil.copytree(tiny_llama, "model")
     shutil.copy("text.txt", "test.txt")
     rewrite("base.yaml", ("eval_files:\n  - text.txt", "eval_files: [test.txt]"))
-    content = Path("sweep.yaml").read_text().replace(str(tiny_llama), "model")
-    Path("sweep.yaml").write_text(content)
+    rewrite("sweep.yaml", (str(tiny_llama), "model"))
     run_sweep("--only=tiny/50-SM-*-seed0")
     rewrite("text.txt")  # the same content at another time
     Path("model/README.md").write_text("of no effect")
     run_sweep("--only=tiny/50-SM-*-seed0")
-    capsys.readouterr()
-
-    model = {"the model": "config.json", "the evaluation text": "../test.txt"}
-    rewrite(f"model/{model.get(name, '../text.txt')}", ("7", "9"), ('"llama"', ' "llama"'))
-    with pytest.raises(SystemExit) as stop:
-        run_sweep("--only=tiny/50-SM-*")
-    assert stop.value.code == 2
-    names = "tiny/50-SM-s128-seed0"
-    names = names if name == "the calibration text" else f"tiny/dense, {names}"
-    assert f"with another configuration: other files of {name} ({names})" in capsys.readouterr().err
-    assert len(list(Path("out/tiny").glob("*/run.json"))) == 2
+    for name, file, change in (
+        ("the evaluation text", "test.txt", ("7", "9")),
+        ("the calibration text", "text.txt", ("7", "9")),
+        ("the model", "model/config.json", ('"llama"', ' "llama"')),
+    ):
+        content = Path(file).read_text()
+        rewrite(file, change)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            run_sweep("--only=tiny/50-SM-*")
+        assert stop.value.code == 2
+        names = "tiny/50-SM-s128-seed0"
+        names = names if name == "the calibration text" else f"tiny/dense, {names}"
+        message = f"with another configuration: other files of {name} ({names})"
+        assert message in capsys.readouterr().err
+        assert len(list(Path("out/tiny").glob("*/run.json"))) == 2
+        Path(file).write_text(content)
 
 
 def test_a_text_that_is_replaced_meanwhile_leaves_earlier_runs_out(here, monkeypatch, capsys):

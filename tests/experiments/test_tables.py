@@ -94,8 +94,8 @@ def test_an_infinite_perplexity_has_no_mean(tmp_path, values):
 def test_numbers_keep_what_says_something():
     values = [6.98612, 12.3456, 5432.1, 1.5e20, math.inf, None]
     assert [numbers.perplexity(v) for v in values] == [
-        *("6.986", "12.346", "5,432", "2e20", "not finite", "–"),
+        *("6.986", "12.346", "5,432", "2e20", "not finite", "–")
     ]
     assert [numbers.relative_loss(v) for v in (0.01234, 0.0, 1.234e-5)] == [
-        *("0.0123", "0.0000", "1.23e−05"),
+        *("0.0123", "0.0000", "1.23e−05")
     ]

@@ -19,12 +19,11 @@ from mrp_lightning.targets.layers import is_conv1d
 # and 4 the keys and values that later blocks share, RWKV its state.
 RERUN = {"t5", "gemma3n_text", "gemma4_text", "rwkv"}
 # Blocks of one model get different masks or rotary tables.
-OWN_ARGUMENTS = ["gemma2", "gemma3_text", "qwen2_sliding", "gpt_oss", "llama4_text", "modernbert"]
+OWN_ARGUMENTS = ["gemma2", "gpt_oss", "modernbert"]
 # By what is handed to their blocks: positions, rotary tables, states, experts, encoders.
 ONE_OF_EACH_KIND = [
-    *("llama", "opt", "bloom", "gpt2", "falcon", "gemma3_text", "deepseek_v3", "gpt_oss", "mamba"),
-    *("qwen3_next", "jamba", "rwkv", "gemma3n_text", "bert", "modernbert", "deberta_v2", "bart"),
-    "t5",
+    *("llama", "opt", "bloom", "gemma3_text", "gpt_oss", "mamba", "qwen3_next", "rwkv"),
+    *("gemma3n_text", "bert", "deberta_v2", "bart", "t5"),
 ]
 # Linear layers that may stay dense: routers, and Mamba's dt_proj, whose module is never called.
 MAY_STAY_DENSE = re.compile(r".*\.(router|gate|shared_expert_gate|dt_proj)")
@@ -81,7 +80,7 @@ def test_without_padding_and_without_a_cache(family):
     assert 2 * (12 + 9 + 16) in tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba", "jamba", "gemma3n_text"])
+@pytest.mark.parametrize("family", ["llama", "mamba", "jamba", "gemma3n_text"])
 def test_with_a_cache(family):
     assert prune_and_compare(family, use_cache=True).error <= TOLERANCE
 
@@ -135,8 +134,7 @@ def make_the_mistake(*args: Any, **kwargs: Any) -> Inject:
 
 
 @pytest.mark.parametrize(
-    ("family", "is_wrong"),
-    [*((f, True) for f in OWN_ARGUMENTS), *((f, False) for f in ("llama", "opt", "bloom", "bert"))],
+    ("family", "is_wrong"), [*((f, True) for f in OWN_ARGUMENTS), ("llama", False), ("bert", False)]
 )
 def test_the_first_blocks_arguments_for_all_would_be_found_out(family, is_wrong, monkeypatch):
     monkeypatch.setattr(sequential, "choose_walk", make_the_mistake)
@@ -144,12 +142,11 @@ def test_the_first_blocks_arguments_for_all_would_be_found_out(family, is_wrong,
     assert error > 0.02 if is_wrong else error <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
-def test_the_first_blocks_arguments_break_hybrids_with_padding(family, monkeypatch):
+def test_the_first_blocks_arguments_break_hybrids_with_padding(monkeypatch):
     # Attention is handed the 2-D mask of the recurrent blocks.
     monkeypatch.setattr(sequential, "choose_walk", make_the_mistake)
     with pytest.raises(RuntimeError):
-        prune_and_compare(family)
+        prune_and_compare("jamba")
 
 
 @torch.no_grad()

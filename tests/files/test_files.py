@@ -12,12 +12,7 @@ from safetensors import SafetensorError
 
 from mrp_lightning.commands.command import exit_on_mistake
 from mrp_lightning.storage import files
-from mrp_lightning.storage.files import (
-    check_output_file,
-    naming,
-    save_ours,
-    save_text,
-)
+from mrp_lightning.storage.files import check_output_file, naming, save_ours, save_text
 from mrp_lightning.storage.outputs import save_file
 
 

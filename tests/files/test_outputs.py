@@ -12,10 +12,7 @@ import pytest
 from owned_files import OURS, content, make, put
 
 from mrp_lightning.storage import files, outputs
-from mrp_lightning.storage.files import (
-    MANIFEST,
-    save_text,
-)
+from mrp_lightning.storage.files import MANIFEST, save_text
 from mrp_lightning.storage.outputs import check_output_dir, require_writable, save_directory
 
 

@@ -12,10 +12,7 @@ from owned_files import OURS, content, make, put
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.journal.journal import journal_path
-from mrp_lightning.storage.files import (
-    MANIFEST,
-    save_ours,
-)
+from mrp_lightning.storage.files import MANIFEST, save_ours
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 
 

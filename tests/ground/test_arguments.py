@@ -16,12 +16,7 @@ from callbacks import MRPCallback, PruningCallback, SaveModel
 from mrp_ground.arguments import checked
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.callbacks.saving import SaveEvaluation
-from mrp_lightning.errors import (
-    MethodError,
-    OptionError,
-    PatternError,
-    TargetError,
-)
+from mrp_lightning.errors import MethodError, OptionError, PatternError, TargetError
 
 
 class Takes:
@@ -124,11 +119,7 @@ COLUMNS.update(torch.eye(4))
         (lambda w, h: prune_weight(w.numpy(), h, sparsity=0.5), OptionError, "torch.from_numpy"),
         (lambda w, h: prune_weight(w, COLUMNS, sparsity=0.5), OptionError, r"its `hessian\(\)`"),
         (lambda w, h: prune_weight(nn.Linear(4, 2), h, sparsity=0.5), OptionError, "its `weight`"),
-        (
-            lambda w, h: prune_weight(w, h, sparsity="0.5"),
-            PatternError,
-            "None; got '0.5'",
-        ),
+        (lambda w, h: prune_weight(w, h, sparsity="0.5"), PatternError, "None; got '0.5'"),
         (lambda w, h: prune_weight(w, h, sparsity=0.5, method=5), MethodError, "must be text"),
         (lambda w, h: prune_weight(w, h, pattern=124), PatternError, 'write `pattern: "2:4"`'),
         (lambda w, h: prune_weight(w, h, pattern="1:3"), PatternError, "multiple of 3"),

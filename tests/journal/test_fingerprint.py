@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from quiet import QUIET
-from slow_pruning import Killed
+from slow_pruning import killed_after
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
 from mrp_lightning import Trainer
 from mrp_lightning.errors import JournalError
-from mrp_lightning.journal.journal import Journal
 from mrp_lightning.journal.manifest import digest_of, together
 from mrp_lightning.loop.calibration_data import Step
 
@@ -106,7 +105,7 @@ class Own(pl.LightningModule):
 
 
 @pytest.mark.parametrize("make", [Slotted, Graph])
-def test_a_run_with_other_batches_does_not_go_on(make, tmp_path, monkeypatch):
+def test_a_run_with_other_batches_does_not_go_on(make, tmp_path):
     def prune(value: float) -> MRPCallback:
         callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
         x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)) + value
@@ -114,17 +113,8 @@ def test_a_run_with_other_batches_does_not_go_on(make, tmp_path, monkeypatch):
         Trainer(**QUIET).predict(Own(), loader, callbacks=[callback])
         return callback
 
-    with monkeypatch.context() as patch:
-        write = Journal.write
-
-        def write_one(self: Journal, step: int, record: Any) -> None:
-            if step:
-                raise Killed
-            write(self, step, record)
-
-        patch.setattr(Journal, "write", write_one)
-        with pytest.raises(Killed):
-            prune(0.0)
+    with killed_after(1):
+        prune(0.0)
     with pytest.raises(JournalError, match="`calibration data` differ"):
         prune(1.0)
     assert prune(0.0).report.resumed_blocks == 1

@@ -21,19 +21,22 @@ ROW = LayerReport(name="a", shape=(2, 4), loss=0.1, relative_loss=float("nan"), 
 
 
 @pytest.mark.parametrize(
-    ("family", "rerun"), [("llama", True), ("mixtral", False), ("bart", False), ("gpt2", True)]
+    ("family", "rerun", "target"),
+    [
+        *(("llama", True, "own"), ("mixtral", False, "dense")),
+        *(("bart", False, "own"), ("gpt2", True, "dense")),
+    ],
 )
-@pytest.mark.parametrize("beyond", [{}, {"target": "dense"}])
 @torch.no_grad()
 def test_any_walk_goes_on_with_the_same_bits(
-    family, rerun, beyond, build, batches, tmp_path, monkeypatch
+    family, rerun, target, build, batches, tmp_path, monkeypatch
 ):
     if rerun:
         monkeypatch.setattr(walk_choice, "SELF_TEST_TOLERANCE", -1.0)
     if family == "bart":
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"].flip(0)
-    options = {"beyond": beyond, "method": "SS"}
+    options = {"beyond": {"target": target}, "method": "SS"}
     whole, resumed = build(family), build(family)
     expected = prune_model(whole, batches, **options)
     assert expected.config["walk"] == ("rerun" if rerun else "inject")

@@ -14,12 +14,7 @@ from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.pruning.output_change import _divergence
 from mrp_lightning.pruning.prune_layers import prune_layers
 from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.pruning.survey import (
-    STEP,
-    Change,
-    allocate,
-    patterns_of_layers,
-)
+from mrp_lightning.pruning.survey import STEP, Change, allocate, patterns_of_layers
 
 OUTPUT = {"allocation": "output"}
 
@@ -39,7 +34,7 @@ def uneven(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("sparsity", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
 @torch.no_grad()
 def test_blocks_get_what_is_reported_and_the_model_the_exact_total(sparsity, build, batches):
     model = uneven(build("llama"))

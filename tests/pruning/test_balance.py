@@ -71,9 +71,10 @@ def probe_of(model, batch):
     return Probe(block, run)
 
 
-@pytest.mark.parametrize("family", LINKS)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in LINKS), ("llama", torch.bfloat16)]
+)
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_links_are_found_without_names(family, dtype, build, batches):
     model = build(family).to(dtype)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -110,10 +111,11 @@ def test_parameters_that_others_hold_are_not_scaled(build, batches):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "opt", "gemma3_text", "gemma3n_text", "mamba", "bloom"]
-)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.03)]
+    ("family", "dtype", "tolerance"),
+    [
+        *((x, torch.float64, 1e-6) for x in ("llama", "opt", "gemma3_text", "mamba", "bloom")),
+        *(("gemma3n_text", torch.float32, 1e-4), ("llama", torch.bfloat16, 0.03)),
+    ],
 )
 @torch.no_grad()
 def test_the_dense_model_computes_the_same(family, dtype, tolerance, build, batches, monkeypatch):
@@ -312,13 +314,7 @@ def test_a_model_is_quantised_alike_however_its_channels_are_scaled(build):
 
 
 @pytest.mark.parametrize(
-    "beyond",
-    [
-        GRID,
-        {**GRID, "target": "dense"},
-        {**GRID, "target": "dense", "tuning": True},
-    ],
-    ids=["own", "dense", "tuned"],
+    "beyond", [GRID, {**GRID, "target": "dense", "tuning": True}], ids=["own", "tuned"]
 )
 @torch.no_grad()
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(beyond, build, batches, tmp_path):

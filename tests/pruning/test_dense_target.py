@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from slow_pruning import (
-    BLOCKS,
-    TOLERANCE,
-    assert_same_weights,
-    inputs_of,
-    prune_model,
-    slow_prune,
-)
+from slow_pruning import BLOCKS, TOLERANCE, assert_same_weights, inputs_of, prune_model, slow_prune
 from torch import Tensor, nn
 
 DENSE = {"target": "dense"}

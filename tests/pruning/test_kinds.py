@@ -24,11 +24,7 @@ HALF = make_pattern(0.5, None)
 
 
 def prune_model(
-    model: nn.Module,
-    batches: list[dict[str, Tensor]],
-    *,
-    pattern: str = "2:4",
-    **choices: Any,
+    model: nn.Module, batches: list[dict[str, Tensor]], *, pattern: str = "2:4", **choices: Any
 ) -> PruningReport:
     settings = Settings(pattern=pattern, method="SM")
     job = Job(

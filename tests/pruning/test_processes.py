@@ -63,7 +63,6 @@ def assert_alike(found, expected):
             {"pattern": None, "sparsity": 0.5, "targets": ["up_proj", "lm_head"]},  # one outside
         ),
         ("llama", 2, {"pattern": None, "beyond": BALANCED}),
-        ("opt", 4, {"pattern": None, "beyond": BALANCED}),
     ],
 )
 @torch.no_grad()

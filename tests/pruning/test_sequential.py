@@ -4,14 +4,7 @@ import time
 
 import pytest
 import torch
-from slow_pruning import (
-    BLOCKS,
-    TOLERANCE,
-    assert_same_weights,
-    inputs_of,
-    prune_model,
-    slow_prune,
-)
+from slow_pruning import BLOCKS, TOLERANCE, assert_same_weights, inputs_of, prune_model, slow_prune
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
@@ -31,10 +24,12 @@ def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
     assert all(row.skipped is None for row in report.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "SS", "SM", "MM"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*(("llama", method) for method in ("magnitude", "wanda", "SS", "SM", "MM")), ("gpt2", "SM")],
+)
 @torch.no_grad()
-def test_reports_the_true_loss_of_every_layer(method, family, build, batches):
+def test_reports_the_true_loss_of_every_layer(family, method, build, batches):
     # In the first block, the pruned model and the dense one see the same inputs.
     model, dense = build(family), build(family)
     report = prune_model(model, batches, method=method, blocks=f"{BLOCKS[family]}.0")

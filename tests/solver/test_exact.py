@@ -20,8 +20,8 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masked_rows import MaskedRows
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
-PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
-SPARSITIES = [{"sparsity": 0.5}, {"sparsity": 0.83}, {"sparsity": 0.07}]
+PATTERNS = [{"pattern": "2:4"}, {"pattern": "4:8"}]
+SPARSITIES = [{"sparsity": 0.83}, {"sparsity": 0.07}]
 
 
 def true_gap(truth, solution, weight, matrix):
@@ -102,7 +102,7 @@ def test_the_default_tolerance_is_that_of_the_dtype(problem, truth, dtype, toler
     assert other.iterations > by_default.iterations
 
 
-@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.5}, {"sparsity": 0.8}])
+@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.7}])
 @pytest.mark.parametrize("method", ["SM", "MM"])
 @pytest.mark.parametrize(("gap", "different"), [(_GAP_BETWEEN_BLOCKS, 0.03), (1e-4, 0.003)])
 def test_blocks_are_chosen_as_by_exact_algorithm_1(
@@ -468,24 +468,10 @@ def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
     method=st.sampled_from(["SM", "MM", "wanda+M"]),
 )
 @example(  # a residual so small that its own rounding matters
-    rows=1,
-    groups=1,
-    tokens=1,
-    seed=116997,
-    sparsity=0.5,
-    block=4,
-    damping=1e-4,
-    method="wanda+M",
+    rows=1, groups=1, tokens=1, seed=116997, sparsity=0.5, block=4, damping=1e-4, method="wanda+M"
 )
 @example(  # a bound that is many times the preconditioner's energy
-    rows=2,
-    groups=8,
-    tokens=1,
-    seed=2950,
-    sparsity=0.75,
-    block=4,
-    damping=0.01,
-    method="wanda+M",
+    rows=2, groups=8, tokens=1, seed=2950, sparsity=0.75, block=4, damping=0.01, method="wanda+M"
 )
 @example(  # slow modes hold the bound up, well above what rounding allows
     rows=1,
@@ -497,7 +483,7 @@ def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
     damping=1e-4,
     method="wanda+M",
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @pytest.mark.filterwarnings("ignore::mrp_lightning.errors.NumericalWarning")  # see `rounding`
 def test_any_problem_ends_at_its_optimum(
     problem, truth, rows, groups, tokens, seed, sparsity, block, damping, method

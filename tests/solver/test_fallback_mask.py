@@ -19,8 +19,7 @@ def with_copies(copies, columns=64, rows=32):
 
 
 @pytest.mark.parametrize("copies", [4, 16])
-@pytest.mark.parametrize("damping", [1e-3, 0.01])
-@pytest.mark.parametrize("block_size", [16, 64, None])
+@pytest.mark.parametrize(("damping", "block_size"), [(1e-3, 16), (0.01, 16), (0.01, None)])
 def test_the_smallest_weights_never_lose_less_even_without_compensation(
     truth, copies, damping, block_size
 ):

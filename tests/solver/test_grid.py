@@ -52,7 +52,7 @@ def weights_on_a_grid(draw):
 
 
 @given(weights_on_a_grid())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_weight_on_the_grid_is_told_apart_exactly(drawn):
     grid, codes, scales = drawn
     columns = codes.shape[1]

@@ -22,7 +22,7 @@ def quadratic(seed, units=8):
     return measure, asked
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_exchange_is_better_and_few_other_sets_are(seed):
     measure, _ = quadratic(seed)
     removed, loss, swaps = measured_set(measure, 8, 3)

@@ -103,9 +103,7 @@ def test_long_groups_are_ranked_too(group):
 
 
 @given(
-    st.floats(0.001, 0.999),
-    st.integers(1, 9),
-    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    st.floats(0.001, 0.999), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6)
 )
 @settings(deadline=None)
 def test_unstructured_blocks_add_up_to_the_budget(sparsity, rows, widths):

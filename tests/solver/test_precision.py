@@ -8,11 +8,7 @@ import torch
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver import hessian as hessian_module
-from mrp_lightning.solver.arithmetic import (
-    bfloat16_factors,
-    full_float32,
-    warn_of_slow_float64,
-)
+from mrp_lightning.solver.arithmetic import bfloat16_factors, full_float32, warn_of_slow_float64
 
 SETTINGS = [
     ("generic", "all"),

@@ -68,10 +68,7 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
     target = weight * kept
     inputs = InputHessian(hessian)
     descent = _Descent(
-        target.T.contiguous(),
-        kept.T.to(torch.float64).contiguous(),
-        inputs.damped(0.01),
-        grid,
+        target.T.contiguous(), kept.T.to(torch.float64).contiguous(), inputs.damped(0.01), grid
     )
     descent.sweep()
     plain = truth.gptq(target, truth.damped(hessian), grid, descent.scales.T, kept=kept)
@@ -103,8 +100,13 @@ def test_the_first_scales_fit_the_weights_best(problem, truth):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [
+        *((3, torch.bfloat16), (4, torch.bfloat16), (8, torch.bfloat16)),
+        *((3, torch.float64), (4, torch.float16), (8, torch.float32)),
+    ],
+)
 def test_values_lie_on_the_grid_in_every_dtype(problem, truth, setting, bits, dtype):
     weight, inputs = problem(11, 100 if "pattern" in setting else 90, dtype=torch.float64)
     weight, hessian = weight.to(dtype), truth.hessian_of(inputs).float()

@@ -203,10 +203,7 @@ def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"calibration": "C4"},
-            r"`calibration`: 'C4' unknown. .* c4, lambada, ptb, wikitext2",
-        ),
+        ({"calibration": "C4"}, r"`calibration`: 'C4' unknown. .* c4, lambada, ptb, wikitext2"),
         (
             {"evaluation": ["c4", "lambada", "x"]},
             r"'lambada' unknown, 'x' unknown. Expected stdlib, c4, ptb, wikite",

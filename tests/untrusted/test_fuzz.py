@@ -27,7 +27,7 @@ from mrp_sparse.own_module import load_into
 ALWAYS_THE_SAME = settings(
     derandomize=True,
     deadline=None,
-    max_examples=60,
+    max_examples=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 LEAVES = st.one_of(
@@ -192,9 +192,7 @@ def sparse(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "packed",
-    [sparse24.SPARSE24, bitmask.BITMASK, bitmask4.BITMASK4],
-    ids=lambda x: x.option,
+    "packed", [sparse24.SPARSE24, bitmask.BITMASK, bitmask4.BITMASK4], ids=lambda x: x.option
 )
 @ALWAYS_THE_SAME
 @given(data=st.data())
@@ -232,15 +230,7 @@ def test_packed_files(packed, data):
 
 
 @ALWAYS_THE_SAME
-@given(
-    content=changed(
-        {
-            "quant_method": "mrp_bitmask",
-            "format_version": 1,
-            "modules": {"0": 32},
-        }
-    )
-)
+@given(content=changed({"quant_method": "mrp_bitmask", "format_version": 1, "modules": {"0": 32}}))
 def test_packed_configurations(content):
     values, places = bitmask.pack(sparse(4, 16))
     with tempfile.TemporaryDirectory() as name:
@@ -257,7 +247,7 @@ def test_packed_configurations(content):
         assert content["modules"] == {"0": 32}
 
 
-@settings(ALWAYS_THE_SAME, max_examples=15)
+@settings(ALWAYS_THE_SAME, max_examples=8)
 @given(data=st.data())
 def test_indices_and_reports_of_exports(tiny_llama, data):
     with tempfile.TemporaryDirectory() as name:

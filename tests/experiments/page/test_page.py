@@ -275,6 +275,4 @@ def test_the_command_that_makes_the_page_again_is_on_it(tmp_path, save_run):
     save_run(run)
     text = page_of(run, "--title", "It's").text
     (command,) = re.findall(r"to make it again: (.*)", text)
-    assert shlex.split(command) == [
-        *("mrp-lightning", "report", str(run), "--title", "It's"),
-    ]
+    assert shlex.split(command) == [*("mrp-lightning", "report", str(run), "--title", "It's")]
