@@ -108,7 +108,7 @@ def prunable_model(kind):
 def test_bitmasks_are_dense_on_another_device(second, head_bits, tmp_path, caplog):
     """Dense products are faster there. On a CPU they stay packed."""
     source = tmp_path / "pruned"
-    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.float32)
     for module in model.model.modules():
         if isinstance(module, nn.Linear):
             module.weight.data *= torch.rand(module.weight.shape) < 0.5
@@ -137,7 +137,7 @@ def test_bitmasks_are_dense_on_another_device(second, head_bits, tmp_path, caplo
 
 
 def test_generate_writes_the_same_text_on_the_device(second, tmp_path, monkeypatch, capsys):
-    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.float32)
     for module in model.model.modules():
         if isinstance(module, nn.Linear):
             module.weight.data.view(-1, 4)[:, ::2] = 0

@@ -50,19 +50,23 @@ def test_a_notebook_is_that_of_its_script(script):
     assert any("image/png" in out.get("data", {}) for out in outputs)
 
 
-def test_look_inside(run):
-    names = run("look_inside")
+@pytest.fixture
+def in_float32(embedded):
+    """What makes a notebook load the embedded model in float32."""
+    return {"CausalLM(str(STDLIB_LLAMA))": f"CausalLM({str(embedded)!r})"}
+
+
+def test_look_inside(run, in_float32):
+    names = run("look_inside", in_float32)
     assert names["before"] < names["after"] < 1.5 * names["before"]
     assert names["groups"].unique().tolist() == [2]
     assert len(names["layers"]) == 28
     assert max(layer.gap for layer in names["layers"]) < 1e-6
 
 
-def test_compare_methods(run):
-    few = {
-        'method=method, pattern="2:4")\n': 'method=method, pattern="2:4", targets="down_proj")\n'
-    }
-    names = run("compare_methods", few)
+def test_compare_methods(run, in_float32):
+    few = {'pattern="2:4")\n': 'pattern="2:4", targets="down_proj")\n'}
+    names = run("compare_methods", in_float32 | few)
     losses, perplexities = names["losses"], names["perplexities"]
     assert losses["JM"] < losses["SM"] < losses["sparsegpt"] < losses["wanda"]
     assert losses["wanda+M"] < losses["wanda"]

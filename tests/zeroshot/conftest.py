@@ -10,7 +10,6 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.text.sources import standard_library
@@ -103,13 +102,12 @@ def task_directory(
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The embedded model: dense, pruned to 2:4 by magnitude, and that packed."""
-    from export.conversion import parity
     from export.to_sparse import main
 
     root = tmp_path_factory.mktemp("checkpoints")
-    dense = Path(shutil.copytree(STDLIB_LLAMA, root / "dense"))
+    dense = Path(shutil.copytree(embedded, root / "dense"))
     model = AutoModelForCausalLM.from_pretrained(dense)
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -118,7 +116,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model.save_pretrained(root / "pruned")
     AutoTokenizer.from_pretrained(dense).save_pretrained(root / "pruned")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "MIN_TOKENS", 512)  # what packing proves has tests of its own
+        # What packing proves has tests of its own.
+        patch.setattr("export.conversion.parity.MIN_TOKENS", 512)
         main([str(root / "pruned"), "--out", str(root / "packed")])
     return {kind: root / kind for kind in ("dense", "pruned", "packed")}
 
