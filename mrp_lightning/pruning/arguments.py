@@ -115,4 +115,4 @@ class PruningArguments(LayerSettings):
     remaining neurons is a multiple of 32; of experts, at least as many remain as each token uses.
     For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only; experts and
     blocks are measured, and take SM alone. A second run can put the smaller model on a grid; see
-    docs/narrower.md."""
+    docs/smaller.md."""

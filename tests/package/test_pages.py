@@ -24,7 +24,7 @@ PAGES |= {
 JOURNEYS = [  # pages that go on with what another has made
     ("index.md", "evaluate.md"),
     ("checkpoint.md", "reference.md"),
-    ("start.md", "narrower.md", "gpu.md", "engines.md"),
+    ("start.md", "smaller.md", "gpu.md", "engines.md"),
 ]
 JOURNEYS += [(page,) for page in sorted({*PAGES} - {*sum(JOURNEYS, ())}) if "```" in PAGES[page]]
 ELSEWHERE = {
