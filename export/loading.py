@@ -19,7 +19,7 @@ from mrp_lightning.models.checkpoint import (
     weight_files,
 )
 from mrp_lightning.models.integrity import check_files, check_values, explained_damage
-from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.loading import load_config, read_weights
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json
 from mrp_sparse.formats.sparse24 import SPARSE24
@@ -88,9 +88,7 @@ def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
     if not trust:
         check_files(directory, build_without_weights(config))
     with explained_damage(str(directory), None):
-        model, loading = model_class(config).from_pretrained(
-            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, loading = read_weights(model_class(config), directory, directory, **options)
     # transformers only warns of such keys, and computes with random weights where some are missing.
     problems = [
         f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"

@@ -31,6 +31,7 @@ from mrp_lightning.models.checkpoint import (
     longest_sequence,
     model_class,
 )
+from mrp_lightning.models.integrity import required
 from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType, decompose, fit_groups
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, layers_of
@@ -324,7 +325,8 @@ def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compress
 
 def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
     """Return how a loaded export compares with its source; raise a `ParityError` if it differs."""
-    names = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
+    missing = required(type(model), loading["missing_keys"])
+    names = sorted({*missing, *loading["unexpected_keys"]})
     # Names come before logits: with a missing weight, transformers computes with a random one, and
     # the logits would only show that something differs.
     if names or loading["mismatched_keys"]:

@@ -76,10 +76,14 @@ def _log_base_class(source: str, named: str, base: str) -> None:
 
 
 def reads_text_alone(model: PreTrainedModel) -> bool:
-    """Return whether token ids are a model's only inputs: no images, no sounds, no second text."""
+    """Return whether token ids are a model's only inputs: no images, no sounds, no second text.
+
+    The encoder alone of T5 reads one text, though its configuration is of an encoder and a decoder.
+    """
     config = model.config
     is_one = text_config(config) is config
-    return is_one and model.main_input_name == "input_ids" and not config.is_encoder_decoder
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    return is_one and model.main_input_name == "input_ids" and not has_decoder
 
 
 def require_causal(config: PreTrainedConfig, source: str, *, trust_remote_code: bool) -> None:

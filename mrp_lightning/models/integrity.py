@@ -1,5 +1,6 @@
 """Check that the files of a checkpoint are whole, hold tensors alone, and are of one model."""
 
+import inspect
 import os
 import pickle
 import re
@@ -122,13 +123,23 @@ def misfits(
             f"{type(model).__name__}: {'; '.join(shapes)}. They are not of one model: fetch them "
             "again."
         )
-    if missing := sorted(loading["missing_keys"]):
+    if missing := required(type(model), loading["missing_keys"]):
         return (
             f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be "
             f"random: {', '.join(missing)}. Fetch the files again, or name their own class in "
             "`architectures` of config.json."
         )
     return surplus_blocks(source, model, loading["unexpected_keys"])
+
+
+def required(kind: type[PreTrainedModel], missing: Iterable[str]) -> list[str]:
+    """Return the weights that a class cannot do without, sorted, of those that a checkpoint lacks.
+
+    A pooler is none of them where the class has a choice (`add_pooling_layer`): encoders of
+    sentences, whose vectors are means of hidden states, are often published without one.
+    """
+    has_choice = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
+    return sorted(name for name in missing if not (has_choice and name.startswith("pooler.")))
 
 
 RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|\bmasked_bias$|\b(attn|attention)\.bias$")

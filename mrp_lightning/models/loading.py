@@ -52,6 +52,7 @@ from mrp_lightning.models.integrity import (
     misfits,
     not_loaded,
     read_pickle,
+    required,
     unexpected_tensors,
 )
 from mrp_lightning.models.locations import find_gguf, is_path, require_model
@@ -191,20 +192,38 @@ def _load_pretrained(
     if not options.get("trust_remote_code"):  # trusted code may build a model of any size
         _check_files(source, config, kind)
     with _explained_absence(source), explained_damage(source, options.get("revision")):
-        loaded: Any = kind.from_pretrained(
-            **found_at(source),
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            **options,
+        model, loading = read_weights(
+            kind, source, **found_at(source), dtype=dtype or "auto", **options
         )
-    model, loading = loaded
     unexpected = loading["unexpected_keys"]
     if problem := misfits(source, model, loading) or unexpected_tensors(source, model, unexpected):
         raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
     return model
+
+
+def read_weights(kind: Any, source: str | os.PathLike[str], /, *args: Any, **options: Any) -> Any:
+    """Return a model, without a pooler if the files lack one, and how the files fit it.
+
+    Args:
+        kind: The class or auto class.
+        source: The location of the checkpoint, for a log line.
+        args: Positional arguments of `from_pretrained`.
+        **options: Its options.
+    """
+    # Wrong shapes are reported by the caller, by name.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loading = kind.from_pretrained(*args, **options)
+    missing = loading["missing_keys"]
+    if missing and not required(type(model), missing):
+        log.warning(
+            "`model`: the files of %s hold a %s without its pooler: it is loaded, pruned and saved "
+            "without one.",
+            *(source, type(model).__name__),
+        )
+        return kind.from_pretrained(*args, add_pooling_layer=False, **options)
+    return model, loading
 
 
 def _check_files(source: str, config: PreTrainedConfig, kind: Any) -> None:

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.errors import SaveError
 from mrp_lightning.models.checkpoint import build_without_weights
-from mrp_lightning.models.integrity import misfits
+from mrp_lightning.models.integrity import misfits, required
 from mrp_lightning.models.loading import as_dtype, cast, stored_dtype, wider_dtypes
 from mrp_lightning.models.streaming import StreamedBlocks, without_bars
 from mrp_lightning.upstream.other_names import loading_weights_by
@@ -211,10 +211,14 @@ def check_class(model: PreTrainedModel) -> None:
     # A copy, since building a model writes into its configuration, such as the attention kernel.
     built = build_without_weights(deepcopy(model.config), kind=type(model))
     shapes = {without_compiled(name): x.shape for name, x in model.state_dict().items()}
+    expected = built.state_dict()
+    absent = expected.keys() - shapes.keys()
+    for name in absent - {*required(type(model), absent)}:
+        del expected[name]
     wrong = [
         f"{name} {tuple(x.shape)}, which the model "
         + (f"holds as {tuple(shapes[name])}" if name in shapes else "has not")
-        for name, x in built.state_dict().items()
+        for name, x in expected.items()
         if shapes.get(name) != x.shape
     ]
     if wrong:

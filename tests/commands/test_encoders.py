@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn import functional as F
@@ -19,6 +20,8 @@ from transformers import (
     BertModel,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
 )
 
 from export import load as load_packed
@@ -139,6 +142,30 @@ def test_an_embedding_model_is_pruned_and_packed_as_the_base_model_that_its_file
     for result in ("out", "out-bitmask"):
         for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json"):
             assert Path(result, name).read_text() == (encoder / name).read_text()
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "T5EncoderModel"])
+def test_an_encoder_without_pooler_or_decoder_is_pruned_and_packed(kind, encoder, text):
+    """Sentence encoders that average hidden states, and the encoders of text-to-image models."""
+    shutil.copytree(encoder, "dense")
+    if kind == "BertModel":
+        dense = BertModel.from_pretrained("dense", add_pooling_layer=False)
+    else:
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        dense = T5EncoderModel(T5Config(vocab_size=16, **sizes, n_positions=24))
+    dense.save_pretrained("dense")
+    main(["prune", "dense", "--pattern=2:4", f"--text={text}", "--out=out", *SMALL])
+    main(["export", "out"])
+    weights = load_file("out/model.safetensors")
+    assert weights.keys() == load_file("dense/model.safetensors").keys()
+    groups = [x.reshape(-1, 4) for x in weights.values() if x.ndim == 2]
+    assert sum(bool(((x == 0).sum(1) == 2).all()) for x in groups) == 2 * 6
+    pruned, ids = type(dense).from_pretrained("out").eval(), torch.tensor([[2, 4, 5, 11, 3]])
+    packed = load_packed("out-sparse24")
+    assert type(packed) is type(dense)
+    with torch.no_grad():
+        outputs = [model(ids).last_hidden_state for model in (pruned, packed)]
+    assert torch.allclose(*outputs, atol=1e-5)
 
 
 def test_sentence_transformers_loads_the_result(encoder, text):

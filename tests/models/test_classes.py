@@ -126,6 +126,21 @@ def test_a_head_that_lacks_some_weights_is_refused(tmp_path):
         load_text_model(str(tmp_path), None)
 
 
+@pytest.mark.parametrize("named", ["BertModel", "BertForMaskedLM"])
+def test_a_pooler_that_the_files_lack_is_none_of_the_model(named, tmp_path, caplog):
+    weights = save_base(tmp_path, "bert", named)
+    whole = AutoModel.from_pretrained(tmp_path)
+    for name in [name for name in weights if name.startswith("pooler.")]:
+        del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_text_model(str(tmp_path), None)
+    assert "hold a BertModel without its pooler" in caplog.text
+    assert model.state_dict().keys() == weights.keys()
+    with torch.no_grad():
+        expected = whole.eval()(IDS).last_hidden_state
+        assert torch.equal(model.eval()(IDS).last_hidden_state, expected)
+
+
 def test_the_hub_is_asked_for_the_names_and_the_modules_of_a_model(tmp_path, monkeypatch):
     """Before its weights are downloaded, which happens as they are loaded."""
     snapshot = tmp_path / "models--some--one" / "snapshots" / "abc"
