@@ -31,7 +31,7 @@ def main() -> None:
     counted, held_out = vocabulary.counts([text[:cut]]), vocabulary.counts([text[cut:]])
     with_more = counted + vocabulary.counts([options.more.read_text("utf-8")])
     print(f"{len(counted):,} words in {counted.total():,} tokens; with more, {len(with_more):,}")
-    print("| words kept | others, counted on the text | with the second text |\n| --- | --- | --- |")
+    print("| words kept | others, counted on the text | with more |\n| --- | --- | --- |")
     for size in SIZES:
         shares = []
         for counts in (counted, with_more):

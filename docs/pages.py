@@ -1,16 +1,19 @@
-"""A hook of mkdocs: each section of api.md becomes a page, and api.md their table of contents.
+"""A hook of mkdocs: pages of the API, and of the measurements in lab/results.
 
 The API is written in one file, in the order in which data flows. One page of all its names would be
-too long to read.
+too long to read: each section of api.md becomes a page, and api.md their table of contents.
 """
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 SOURCE = "api.md"
+RESULTS = Path(__file__).parents[1] / "lab/results"
 
 
 class Section(NamedTuple):
@@ -46,7 +49,16 @@ class Section(NamedTuple):
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Replace api.md by its introduction and a table, and add a page for each section."""
+    """Add the pages of the measurements and of api.md's sections, and list these in api.md."""
+    for path in RESULTS.rglob("*.*"):
+        page = Path("results", path.relative_to(RESULTS)).as_posix()
+        if path.suffix == ".md":
+            content = path.read_text("utf-8").replace("](../../docs/", "](../")
+            # Of HTML within Markdown, mkdocs leaves the addresses as they are.
+            content = re.sub(r'(src|srcset)="(?=[\w-]+\.svg")', r'\1="../', content)
+            files.append(File.generated(config, page, content=content))
+        elif path.suffix in (".csv", ".svg"):
+            files.append(File.generated(config, page, abs_src_path=str(path)))
     source = files.get_file_from_path(SOURCE)
     if source is None:
         raise FileNotFoundError(f"docs/{SOURCE} is missing: the pages of the API are cut from it.")
@@ -56,3 +68,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     source.content_string = introduction + "\n".join(table) + "\n"
     for section in sections:
         files.append(File.generated(config, section.page, content=section.content))
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Link the names of measurements, which are files of the repository, to their pages."""
+    up = "../" * page.file.src_uri.count("/")
+
+    def link(name: re.Match[str]) -> str:
+        return f"[{name[0]}]({up}results/{name[1]}.md)"
+
+    return re.sub(r"(?<!\[)`lab/results/([\w-]+)\.md`", link, markdown)
