@@ -70,7 +70,7 @@ def _parser() -> Any:
         "bitmask)"
     )
     option("--format", choices=FORMATS, help=text)
-    text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
+    text = "bits of the head; 8 is smaller, faster on a CPU and less exact: its loss is reported"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")
     text = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
