@@ -168,6 +168,10 @@ class PruningCallback(Callback):
         Use it for a pruning without `save_dir`, or one whose saving failed: the callback keeps the
         model in memory until it is saved. Of several processes, the first one writes.
 
+        Args:
+            directory: The directory to write; it appears when it is complete.
+            overwrite: Whether a directory that this package wrote may be replaced.
+
         Raises:
             OptionError: Nothing is pruned yet, the model is in `save_dir` and no longer kept in
                 memory, or its weights were changed after the pruning.
@@ -218,7 +222,12 @@ class PruningCallback(Callback):
 
 
 class MRPCallback(PruningCallback):
-    """`PruningCallback` whose method is "SM" by default: mask S, exact compensation M."""
+    """`PruningCallback` whose method is "SM" by default: mask S, exact compensation M.
+
+    Args:
+        method: As in `PruningCallback`.
+        **others: The other arguments of `PruningCallback`.
+    """
 
     def __init__(self, *, method: str = "SM", **others: Any) -> None:
         super().__init__(method=method, **others)

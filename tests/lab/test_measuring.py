@@ -1,6 +1,7 @@
 """The scripts of lab/benchmarks/ that measure whole runs, and all that waits for a GPU."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
-import warm
 import whole_run
 
 from mrp_lightning.models.loading import load_model, load_tokenizer
@@ -140,6 +140,16 @@ def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama, 
     if "--model" in command:
         (tmp_path / "text.txt").write_text("one two three four " * 100)
         command += ["--text", str(tmp_path / "text.txt"), "--blocks", "1"]
-    header, rows = table(warm.run(command, cwd=ROOT, check=True).stdout)
+    # A real start: the script starts processes of its own, which a fork cannot.
+    header, rows = table(
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
     assert len(rows) >= 1
     assert all(len(row) == len(header) for row in rows)

@@ -102,7 +102,7 @@ def test_the_default_tolerance_is_that_of_the_dtype(problem, truth, dtype, toler
     assert other.iterations > by_default.iterations
 
 
-@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.7}])
+@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.5}, {"sparsity": 0.8}])
 @pytest.mark.parametrize("method", ["SM", "MM"])
 @pytest.mark.parametrize(("gap", "different"), [(_GAP_BETWEEN_BLOCKS, 0.03), (1e-4, 0.003)])
 def test_blocks_are_chosen_as_by_exact_algorithm_1(
