@@ -7,15 +7,16 @@ The first checkpoint is the dense model: bytes and times are fractions of its. F
 `--files` are written. With `--text`, 200 strings of the text are tokenized by llama.cpp and by the
 checkpoint's tokenizer, and the log-probabilities of the 20 likeliest tokens after 64 tokens are
 compared with those of transformers, in float32, from the weights of the file. llama.cpp rounds
-activations to 8 bits, so that they agree to some hundredths. With `--speed`, the least of
-`--rounds` times on one core of a token and of a prompt of 256; nothing else may run. `make vllm`
-makes the environment.
+activations to 8 bits, so that they agree to some hundredths. With `--speed`, the median of
+`--rounds` times on one core of a token and of a prompt of 256, the files in turn; nothing else may
+run. `make vllm` makes the environment.
 """
 
 import argparse
 import json
+import statistics
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,14 @@ def main() -> None:
     columns += ["tokens/s", "time", "prompt tokens/s", "prompt time"] if options.speed else []
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for kind in options.types:
-        first: list[float] = []
-        for checkpoint in options.checkpoints:
-            file = converted(checkpoint, kind, options.files)
-            size = file.stat().st_size
-            seconds = [*times(file, options.rounds)] if options.speed else []
-            first = first or [size, *seconds]
-            cells = [kind, checkpoint.name, f"{size / 1e6:.1f}", f"{size / first[0]:.3f}"]
+        files = [converted(checkpoint, kind, options.files) for checkpoint in options.checkpoints]
+        seconds = times(files, options.rounds) if options.speed else [()] * len(files)
+        for checkpoint, file, spent in zip(options.checkpoints, files, seconds, strict=True):
+            size, of_dense = file.stat().st_size, files[0].stat().st_size
+            cells = [kind, checkpoint.name, f"{size / 1e6:.1f}", f"{size / of_dense:.3f}"]
             cells += [*compared(checkpoint, file, options.text)] if options.text else []
-            for spent, of_dense in zip(seconds, first[1:], strict=True):
-                cells += [f"{1 / spent:.1f}", f"{spent / of_dense:.3f}"]
+            for own, dense in zip(spent, seconds[0], strict=True):
+                cells += [f"{1 / own:.1f}", f"{own / dense:.3f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
@@ -115,16 +114,22 @@ def tokens(server: Any, text: str) -> list[int]:
         return list(json.load(answer)["tokens"])
 
 
-def times(file: Path, rounds: int) -> Iterator[float]:
-    """Yield the least seconds of a new token, and of a token of a prompt."""
-    server, spent = started(file), []
+def times(files: Sequence[Path], rounds: int) -> list[tuple[float, ...]]:
+    """Return the median seconds of a new token, and of a token of a prompt, of each file."""
+    servers = [started(file) for file in files]
+    spent: list[list[tuple[float, float]]] = [[] for _ in files]
     for number in range(rounds):
         # Another first token each time, since llama.cpp keeps a prompt that begins alike.
         request = {"prompt": [5 + number, *range(20, 19 + PROMPT)], "max_tokens": TOKENS,
                    "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}  # fmt: skip
-        timings = server.handle_completions(request)["timings"]
-        spent.append((timings["predicted_per_token_ms"], timings["prompt_per_token_ms"]))
-    yield from (min(each) / 1000 for each in zip(*spent, strict=True))
+        # Files take turns, so that a machine that slows down slows all of them.
+        for server, of_file in zip(servers, spent, strict=True):
+            timings = server.handle_completions(request)["timings"]
+            of_file.append((timings["predicted_per_token_ms"], timings["prompt_per_token_ms"]))
+    return [
+        tuple(statistics.median(each) / 1000 for each in zip(*of_file, strict=True))
+        for of_file in spent
+    ]
 
 
 if __name__ == "__main__":
