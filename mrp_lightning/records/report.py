@@ -14,8 +14,8 @@ from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, counted
 from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.records.rows import BlockReport, LayerReport, mean_relative_loss
+from mrp_lightning.solver.amount import Amount
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.recipe import Amount
 from mrp_lightning.storage.files import save_ours
 from mrp_lightning.storage.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.targets.blocks import listed

@@ -1,8 +1,8 @@
-"""The recipe of a pruning: its checked pattern, grids, method, block size and damping."""
+"""The recipe of a pruning: its checked amount, method, block size and damping."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from mrp_ground.arguments import is_count, is_number
 from mrp_lightning.errors import OptionError, PatternError
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.arguments import GROUP_SIZE, method_parts
+from mrp_lightning.solver.amount import Amount
 from mrp_lightning.solver.arguments import NAMED as NAMED
 from mrp_lightning.solver.arguments import LayerSettings as LayerSettings
+from mrp_lightning.solver.arguments import method_parts
 from mrp_lightning.solver.compensations import (
     ColumnSweep,
     Compensation,
@@ -20,10 +21,8 @@ from mrp_lightning.solver.compensations import (
     NoCompensation,
     SweptCompensation,
 )
-from mrp_lightning.solver.grid import GRIDS, Grid, grid_named, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
-from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
 from mrp_lightning.solver.problem import Problem
 
 MASKS: dict[str, Mask] = {
@@ -63,58 +62,6 @@ def parse_method(name: str, *, tolerance: float | None = None) -> Method:
     compensations: dict[str, Compensation] = {each.name: each for each in instances}
     mask, compensation = method_parts(name)
     return Method(name, MASKS[mask], compensations[compensation])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Amount:
-    """The pattern and the grids of a pruning, which its weights show whatever the method."""
-
-    pattern: Pattern
-    grid: Grid | None = None  # of the kept weights; None leaves their values free
-    head_grid: Grid | None = None  # of the output head; None leaves it as it is
-
-    @property
-    def grids(self) -> list[Grid]:
-        """The grids that weights of the layers, or of the head, are put on; empty without any."""
-        return [grid for grid in (self.grid, self.head_grid) if grid is not None]
-
-    @property
-    def of_layers(self) -> str:
-        """The pattern and the grid in short, such as `2:4`, `50%+4bit` and `q4_0`; may be empty."""
-        pattern = "" if isinstance(self.pattern, Dense) else str(self.pattern)
-        return "+".join(filter(None, [pattern, str(self.grid or "")]))
-
-    def __str__(self) -> str:
-        """Return the pattern, the grid and that of the head in short: `2:4, head iq4_nl`."""
-        head = f"head {self.head_grid}" if self.head_grid else ""
-        return ", ".join(filter(None, [self.of_layers, head]))
-
-    @property
-    def for_head(self) -> Self:
-        """The same with the output head's grid, and with nothing to remove."""
-        return replace(self, pattern=Dense(), grid=self.head_grid)
-
-    @property
-    def is_of_head_alone(self) -> bool:
-        """Whether all layers but the output head stay as they are."""
-        return isinstance(self.pattern, Dense) and self.grid is None
-
-    @staticmethod
-    def of_config(config: Mapping[str, Any]) -> "Amount":
-        """Parse the settings that a report has; see `Recipe.parse` for the errors."""
-        names = [each.name for each in fields(LayerSettings)]
-        given = {name: config[name] for name in names if config.get(name) is not None}
-        return Amount._parse(LayerSettings(**given))
-
-    @staticmethod
-    def _parse(settings: LayerSettings) -> "Amount":
-        is_sparse = settings.sparsity is not None or settings.pattern is not None
-        grid = _grid(settings, holds_zeros=is_sparse)
-        of_head = settings.head_grid
-        head_grid = None if of_head is None else grid_named(of_head, "head_grid")
-        is_dense = not is_sparse and (grid is not None or head_grid is not None)
-        pattern = Dense() if is_dense else make_pattern(settings.sparsity, settings.pattern)
-        return Amount(pattern=pattern, grid=grid, head_grid=head_grid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +111,7 @@ class Recipe(Amount):
             OptionError: Another setting is out of range, or contradicts the others.
         """
         return cls(
-            **vars(Amount._parse(settings)),
+            **vars(Amount.of_settings(settings)),
             method=parse_method(settings.method, tolerance=settings.tolerance),
             block_size=settings.block_size,
             damping=settings.damping,
@@ -206,39 +153,3 @@ def check_damping(damping: float) -> None:
     """Raise an OptionError unless `damping` is a finite number ≥ 0."""
     if not is_number(damping) or damping < 0:
         raise OptionError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
-
-
-def _grid(settings: LayerSettings, *, holds_zeros: bool) -> Grid | None:
-    """Return the grid of the kept weights, or `None`; removed ones are zeros if `holds_zeros`."""
-    name, bits, group_size = settings.grid, settings.bits, settings.group_size
-    if name is not None:
-        grid = grid_named(name)
-        # A default group size cannot be distinguished from the same number as an argument, so that
-        # it contradicts no grid.
-        stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
-        contradictions = [
-            f"`{argument}` {value!r}"
-            for argument, value in stated.items()
-            if value not in (None, getattr(grid, argument))
-        ]
-        if contradictions:
-            raise OptionError(
-                f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
-                f"{' and '.join(contradictions)}. Leave out one or the other."
-            )
-        if holds_zeros and not grid.holds_zero:
-            raise OptionError(
-                f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
-                f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
-                "give `bits` in place of `grid`, or leave out `sparsity` and `pattern`."
-            )
-        return grid
-    if bits is not None:
-        # A bitmask stores which weights are removed, so that none of the codes needs to be zero.
-        # Without a bitmask, zero is the best value of many a weight, and needs a code.
-        return grid_of_bits(bits, group_size, zero_has_a_code=not holds_zeros)
-    if group_size != GROUP_SIZE:
-        raise OptionError(
-            f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it out."
-        )
-    return None
