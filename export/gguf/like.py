@@ -278,11 +278,11 @@ def _require_same(
         for key in stored.keys() - {*free}
         if not _equal(stored[key], values.get(key))
     ]
-    theirs, ours = tables or ({}, {})
+    of_file, of_config = tables or ({}, {})
     different += [
         f"{name}: in one of them only, or with other values"
-        for name in theirs.keys() | ours.keys()
-        if not _equal_tables(theirs.get(name), ours.get(name))
+        for name in of_file.keys() | of_config.keys()
+        if not _equal_tables(of_file.get(name), of_config.get(name))
     ]
     if different:
         listed = "\n".join(f"  {each}" for each in sorted(different))

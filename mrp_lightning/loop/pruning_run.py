@@ -281,7 +281,7 @@ class Run:
                 )
 
     def prune(self, job: Job) -> PrunedModule:
-        """Prune the module in place, and return it unsaved; `report` is set even if that fails."""
+        """Prune the module in place, and return it unsaved; an error, too, leaves a `report`."""
         listener, narrowed = job.listener, dict[str, Any]()
         assert isinstance(listener, PruningProgress)
         with fail_together(job.processes):

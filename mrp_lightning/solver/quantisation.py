@@ -204,10 +204,11 @@ class _Descent:
         # The later groups still lack feedback: their free scales serve for the unit alone, and the
         # sweep chooses their scales anew when it reaches them.
         groups = range(group, min(group + self.grid.together, len(self.scales)))
-        found = zip(*(self._search(each, swept, (None, None)) for each in groups), strict=True)
-        for units, numbers in zip(self.units, found, strict=False):
+        free = zip(*(self._search(each, swept, (None, None)) for each in groups), strict=True)
+        # Scales come first, then minima, which not every grid has.
+        for units, scales in zip(self.units, free, strict=False):
             assert units is not None
-            units[groups.start : groups.stop] = self.grid.choose_units(torch.stack(numbers))
+            units[groups.start : groups.stop] = self.grid.choose_units(torch.stack(scales))
 
     def _units_of(self, group: int) -> _Units:
         """Return the units of a group's scales and minima, None if they need none."""

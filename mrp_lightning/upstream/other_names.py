@@ -57,8 +57,8 @@ def predict_data(trainer: Any) -> Any:
 def unwrap_dataloaders() -> None:
     """Remove Lightning's temporary wrappers around methods of dataloader classes.
 
-    Seen in Lightning 2.6, which leaves them in place, for the whole process, after an error: it
-    then refuses later dataloaders whose `batch_size` is a positional argument. Replacement: a
+    After an error Lightning 2.6 leaves the wrappers in place for the rest of the process, and then
+    refuses dataloaders whose `batch_size` is a positional argument. Replacement: a
     `finally` in `lightning.fabric.utilities.data._replace_dunder_methods`.
     """
     from lightning_utilities.core.inheritance import get_all_subclasses
