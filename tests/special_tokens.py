@@ -1,5 +1,6 @@
 """The embedded model's tokenizer with special tokens around a text."""
 
+from functools import cache
 from typing import Any
 
 from tokenizers.processors import TemplateProcessing
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer
 from mrp_lightning.embedded import STDLIB_LLAMA
 
 
+@cache
 def tokenizer_with(template: str) -> Any:
     """The tokenizer whose texts are `$A` in a template such as "[E] $A", [E] for <|endoftext|>."""
     tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)

@@ -16,18 +16,13 @@ TEXT = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(120))
 
 
 @pytest.fixture
-def text(tmp_path) -> str:
+def data(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    return str(tmp_path / "text.txt")
 
-
-@pytest.fixture
-def data(text):
     def make(template: str, **options) -> TextDataModule:
-        defaults = {"num_samples": 20, "sequence_length": 16}
-        made = TextDataModule(
-            text, text, tokenizer=tokenizer_with(template), **{**defaults, **options}
-        )
+        options = {"num_samples": 20, "sequence_length": 16, **options}
+        texts = [str(tmp_path / "text.txt")] * 2
+        made = TextDataModule(*texts, tokenizer=tokenizer_with(template), **options)
         made.setup("test")
         return made
 
@@ -71,11 +66,10 @@ def test_text_puts_it_once_before_the_text(data):
 
 def test_text_puts_it_before_each_document_to_train_on(tmp_path):
     documents = [f"value_{number} = {number}\n" * 9 for number in range(5)]
-    files = [tmp_path / f"{number}.txt" for number in range(5)]
-    for file, document in zip(files, documents, strict=True):
-        file.write_text(document)
+    for number, document in enumerate(documents):
+        (tmp_path / f"{number}.txt").write_text(document)
     tokenizer = tokenizer_with("[E] $A")
-    made = TextDataModule(files, tokenizer=tokenizer, sequence_length=16, bos="text")
+    made = TextDataModule(tmp_path, tokenizer=tokenizer, sequence_length=16, bos="text")
     stream = [token for text in documents for token in tokenizer(text + "\n\n").input_ids]
     assert stream.count(0) == 5
     windows = made.train_dataloader().dataset.ids.flatten().tolist()
@@ -83,10 +77,9 @@ def test_text_puts_it_before_each_document_to_train_on(tmp_path):
     assert len(stream) - len(windows) < 16
 
 
-@pytest.mark.parametrize("length", [8, 16])
-def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, caplog):
-    lm = CausalLM(tiny_llama)
-    made = data("[E] [E] $A", sequence_length=length, batch_size=3)
+def test_it_is_not_counted_in_perplexity(data, tiny_llama, tmp_path, caplog):
+    lm, length = CausalLM(tiny_llama), 16
+    made = data("[E] [E] $A", batch_size=3)
     save = SaveEvaluation(str(tmp_path / "run"))
     with caplog.at_level("INFO"):
         Trainer(**QUIET, callbacks=save).test(lm, datamodule=made, verbose=False)
@@ -112,32 +105,29 @@ def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, cap
     assert float(loss) == pytest.approx(float(torch.stack(losses[:count]).mean()), rel=1e-5)
 
 
-def test_that_there_is_none_is_said_too(data, tiny_llama, caplog):
-    lm = CausalLM(tiny_llama)
+def test_that_there_is_none_is_said_too_and_kept_in_a_report(data, tiny_llama, caplog):
+    lm, made, trainer = (
+        CausalLM(tiny_llama),
+        data("$A", bos="text", num_samples=2),
+        Trainer(**QUIET),
+    )
     with caplog.at_level("INFO"):
-        Trainer(**QUIET).test(lm, datamodule=data("$A"), verbose=False)
+        trainer.test(lm, datamodule=made, verbose=False)
         assert lm.evaluation["text"]["prefix"] == 0
         assert "windows, no BOS before each, " in caplog.text
         caplog.clear()
-        Trainer(**QUIET).test(lm, data("$A").windows("test").ids[:, None], verbose=False)
+        trainer.test(lm, made.windows("test").ids[:, None], verbose=False)
     assert "prefix" not in lm.evaluation["text"]
     assert "BOS" not in caplog.text
+    trainer.predict(lm, datamodule=made, callbacks=[callback := MRPCallback(pattern="2:4")])
+    assert callback.report.provenance["data"]["bos"] == "text"
 
 
-def test_a_pruning_keeps_how_it_was_calibrated(data, tiny_llama, tmp_path):
-    for template, bos in (("[E] $A", None), ("$A", "text")):
-        callback = MRPCallback(pattern="2:4", save_dir=tmp_path / str(bos))
-        made = data(template, bos=bos, num_samples=2)
-        Trainer(**QUIET).predict(CausalLM(tiny_llama), datamodule=made, callbacks=[callback])
-        report = json.loads((tmp_path / str(bos) / "pruning_report.json").read_text())
-        assert report["provenance"]["data"]["bos"] == (bos or "window")
-
-
-def test_the_default_is_the_papers_protocol_for_the_papers_texts(text):
+def test_the_default_is_the_papers_protocol_for_the_papers_texts():
     assert TextDataModule(calibration="c4").bos == "text"
     assert TextDataModule(calibration="c4", bos="window").bos == "window"
     assert TextDataModule(evaluation=["ptb"]).bos == "text"
-    assert TextDataModule(text).bos == TextDataModule().bos == "window"
+    assert TextDataModule(__file__).bos == TextDataModule().bos == "window"
     with pytest.raises(OptionError, match=r"`bos`: expected text or window. Got 'none'"):
         TextDataModule(bos="none")
 
@@ -150,14 +140,11 @@ def test_windows_that_hold_nothing_else_are_refused(data):
 
 def test_published_texts_may_have_it_too(corpora_dir):
     options = {"calibration": "c4", "num_samples": 4, "sequence_length": 12}
-    windows = {}
-    for bos in ("text", "window"):
-        made = TextDataModule(
-            **options, bos=bos, corpora_dir=str(corpora_dir), tokenizer=tokenizer_with("[E] $A")
-        )
-        made.setup("predict")
-        windows[bos] = made.calibration_windows()
-        assert windows[bos].shape == (4, 12)
-    assert (windows["window"][:, 0] == 0).all()
-    assert (windows["window"][:, 1:] != 0).all()
-    assert (windows["text"][:, 0] != 0).any()
+    options |= {"corpora_dir": str(corpora_dir), "tokenizer": tokenizer_with("[E] $A")}
+    text, window = (
+        TextDataModule(**options, bos=bos).calibration_windows() for bos in ("text", "window")
+    )
+    assert text.shape == window.shape == (4, 12)
+    assert (window[:, 0] == 0).all()
+    assert (window[:, 1:] != 0).all()
+    assert (text[:, 0] != 0).any()

@@ -1,5 +1,8 @@
 """A model writes its own calibration text in a trainer, once for a run and its resumptions."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
 from quiet import QUIET
@@ -10,7 +13,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.data import data_module, own_text
-from mrp_lightning.data.sampling import write
+from mrp_lightning.data.sampling import Sampling, write
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.records.block_result import BlockResult
 from mrp_lightning.text.windows import Cutter
@@ -55,24 +58,34 @@ def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeyp
     assert next(clock, None) is None
 
 
-@pytest.fixture
-def interrupted(tiny_llama, tmp_path, monkeypatch, written):
+@pytest.fixture(scope="module")
+def journal(tiny_llama, tmp_path_factory):
     """The journal of a run that ended before its first block was stored."""
 
     def stop(*_):
         raise ZeroDivisionError
 
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    directory = tmp_path_factory.mktemp("interrupted")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(BlockResult, "save", stop)
-        pruned(tiny_llama, tmp_path / "a")
-    written.clear()
-    return tmp_path / ".a.partial"
+        pruned(tiny_llama, directory / "a")
+    return directory / ".a.partial"
+
+
+@pytest.fixture
+def interrupted(journal, tmp_path):
+    return shutil.copytree(journal, tmp_path / journal.name)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama):
+    """The report of a run without a journal."""
+    return pruned(tiny_llama)
 
 
 def test_a_resumed_run_reads_the_windows_that_its_journal_keeps(
-    tiny_llama, tmp_path, interrupted, written, caplog
+    tiny_llama, tmp_path, interrupted, whole, written, caplog
 ):
-    whole = pruned(tiny_llama, tmp_path / "whole")
     assert whole.provenance["data"]["source"] == "the model's own text"
     assert sum(row.tokens for row in whole.layers) == 5 * 24 * len(whole.layers)
     (file,) = interrupted.glob("kept-text*")
@@ -87,18 +100,27 @@ def test_a_resumed_run_reads_the_windows_that_its_journal_keeps(
     assert not interrupted.exists()
 
 
-@pytest.mark.parametrize("change", ["seed", "number", "damage", "resume"])
+@pytest.mark.parametrize("change", ["seed", "damage", "resume"])
 def test_windows_of_another_sampling_or_a_damaged_file_are_not_read(
-    tiny_llama, tmp_path, interrupted, written, change
+    tiny_llama, tmp_path, interrupted, whole, written, change
 ):
     if change == "damage":
         (file,) = interrupted.glob("kept-text*")
         file.write_bytes(file.read_bytes()[:-1])
-    options = {"seed": {"seed": 1}, "number": {"num_samples": 4}}.get(change, {})
+    options = {"seed": 1} if change == "seed" else {}
     resumed = pruned(tiny_llama, tmp_path / "a", resume=change != "resume", **options)
     assert written
-    losses = [row.loss for row in pruned(tiny_llama, **options).layers]
-    assert [row.loss for row in resumed.layers] == losses
+    expected = pruned(tiny_llama, **options) if options else whole
+    assert [row.loss for row in resumed.layers] == [row.loss for row in expected.layers]
+
+
+def test_all_that_decides_the_windows_is_in_their_name(tiny_llama):
+    model, start = CausalLM(tiny_llama).model, torch.arange(3)
+    one = Sampling(length=8, seed=0, prefix=start[:0], first=start)
+    others = [replace(one, **{name: 9}) for name in ("length", "seed")]
+    samplings = [one, *others, replace(one, first=start + 1), replace(one, prefix=start[1:])]
+    names = {own_text._key(model, sampling, count) for sampling in samplings for count in (5, 6)}
+    assert len(names) == 10
 
 
 def _loader(tiny_llama, **options):

@@ -1,5 +1,7 @@
 """What a model writes is drawn from its own distribution."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -65,9 +67,8 @@ def drawn_plainly(model, what: Sampling, windows: range) -> list[list[int]]:
 @pytest.mark.parametrize("family", CAUSAL)
 def test_tokens_are_those_of_a_plain_loop_without_a_cache(family):
     model, what = made(family), sampling_of()
-    assert write(model, what, range(2, 5), silent).tolist() == drawn_plainly(
-        model, what, range(2, 5)
-    )
+    windows = range(2, 4)
+    assert write(model, what, windows, silent).tolist() == drawn_plainly(model, what, windows)
 
 
 @pytest.mark.parametrize("is_another", [False, True])
@@ -148,10 +149,11 @@ def test_what_cannot_write_is_refused(model_type):
         require_writer(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [2, 8])
 def test_processes_share_the_windows_and_all_get_all(llama, size, monkeypatch):
     monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
-    whole, models = write(llama, sampling_of(), range(7), silent), [made("llama") for _ in range(8)]
+    whole = write(llama, sampling_of(), range(7), silent)
+    models = [copy.deepcopy(llama) for _ in range(size)]
 
     def work(processes):
         tokens = []

@@ -1,10 +1,12 @@
 """Shares are checked in words, and each source gives as many windows as its share says."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from special_tokens import tokenizer_with
 
 from mrp_lightning import TextDataModule
-from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.text.mixture import Mixture, interleaved, shares_of
 
@@ -59,21 +61,14 @@ def test_any_run_of_windows_has_the_shares():
 
 def test_each_source_gives_its_windows(tmp_path):
     """The same windows that each source gives alone, for as many samples."""
-    common = {"sequence_length": 16, "tokenizer": str(STDLIB_LLAMA), "seed": 3}
-    for name, word in (("a", "alpha"), ("b", "beta"), ("c", "gamma")):
-        (tmp_path / f"{name}.txt").write_text(" ".join(f"{word}{i}" for i in range(300)))
+    common = {"sequence_length": 16, "tokenizer": tokenizer_with("$A"), "seed": 3}
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(" ".join(f"{name}_{i}" for i in range(300)))
     first, second, third = (str(tmp_path / f"{name}.txt") for name in "abc")
-    mixed = TextDataModule(
-        train_files=[first],
-        calibration={"train_files": 0.5, second: 0.25, third: 0.25},
-        num_samples=8,
-        **common,
-    )
-    alone = [
-        TextDataModule(train_files=[first], num_samples=4, **common),
-        TextDataModule(calibration=second, num_samples=2, **common),
-        TextDataModule(calibration=third, num_samples=2, **common),
-    ]
+    shares = {"train_files": 0.5, second: 0.25, third: 0.25}
+    mixed = TextDataModule([first], calibration=shares, num_samples=8, **common)
+    alone = [TextDataModule([first], num_samples=4, **common)]
+    alone += [TextDataModule(calibration=x, num_samples=2, **common) for x in (second, third)]
     expected = {tuple(row) for data in alone for row in data.calibration_windows().tolist()}
     found = mixed.calibration_windows()
     assert found.shape == (8, 16)
@@ -82,13 +77,11 @@ def test_each_source_gives_its_windows(tmp_path):
 
 
 def test_several_texts_are_evaluated_by_the_names_given(tmp_path):
-    text = " ".join(f"word{i}" for i in range(400))
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(text + name)
-    common = {"sequence_length": 16, "tokenizer": str(STDLIB_LLAMA)}
     names = {"first": str(tmp_path / "a.txt"), "second": str(tmp_path / "b.txt")}
+    for name, path in names.items():
+        Path(path).write_text(" ".join(f"word{i}" for i in range(400)) + name)
+    common = {"sequence_length": 16, "tokenizer": tokenizer_with("$A")}
     data = TextDataModule(calibration="self", evaluation=names, **common)
-    data.setup("test")
     loaders = data.test_dataloader()
     assert list(loaders) == ["first", "second"]
     for name, path in names.items():

@@ -68,27 +68,24 @@ def test_brackets_in_the_name_of_a_directory_are_no_pattern(tmp_path):
         assert [next(filter(str.isdigit, file.name)) for file in matched] == sorted(expected)
 
 
-@pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
-def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
-    (tmp_path / name).write_bytes('{"text": "café"}'.encode("latin-1"))
-    message = f"{re.escape(str(tmp_path / name))} must be UTF-8.* at offset 13 is 0xe9"
-    with pytest.raises(DataError, match=message):
+LATIN = '{"text": "café"}'.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", LATIN, "at offset 13 is 0xe9"),
+        ("latin.jsonl", LATIN, "at offset 13 is 0xe9"),
+        ("text.gz", gzip.compress(b"A text, and not a short one. " * 20), "Unpack a compressed fi"),
+        ("zero", b"text\r\n\0more", "at offset 6 is 0x00"),
+        ("image", b"\x89PNG", "at offset 0 is 0x89"),
+    ],
+)
+def test_a_file_that_is_not_utf_8_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    start = re.escape(f"{tmp_path / name} must be UTF-8 text")
+    with pytest.raises(DataError, match=f"{start}.*{message}"):
         documents_of_files([tmp_path / name], "text")
-
-
-def test_compressed_text_is_named(tmp_path):
-    (tmp_path / "text.gz").write_bytes(gzip.compress(b"A text, and not a short one. " * 20))
-    with pytest.raises(DataError, match=r"must be UTF-8 text.*Unpack a compressed file"):
-        documents_of_files([tmp_path / "text.gz"], "text")
-
-
-def test_a_binary_file_is_named(tmp_path):
-    for content, found in ((b"text\r\n\0more", "offset 6 is 0x00"), (b"\x89PNG", "0 is 0x89")):
-        (tmp_path / "file").write_bytes(content)
-        with pytest.raises(
-            DataError, match=f"{re.escape(str(tmp_path / 'file'))} must be.*{found}"
-        ):
-            documents_of_files([tmp_path / "file"], "text")
 
 
 def test_one_split_in_place_of_all_is_named(tmp_path):
@@ -135,7 +132,6 @@ def test_a_table_is_read_by_its_column(tmp_path, name, content):
 
 
 def test_a_damaged_table_is_named(tmp_path):
-    pytest.importorskip("datasets", reason="needs the extra data")
     (tmp_path / "a.parquet").write_text("this is no table")
     with pytest.raises(DataError, match=r"^`eval_files`: .*a\.parquet cannot be read as parquet"):
         TextFiles(evaluation=[tmp_path / "a.parquet"]).documents("test")
