@@ -14,25 +14,22 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from export import torchao_tensors
 from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
-from export.conversion.claims import Claims
+from export.conversion.compressed import NAME as COMPRESSED
 from export.conversion.compressed import (
     check_compressed,
     choose_compressed,
     load_with_transformers,
     write_compressed,
 )
-from export.conversion.integers import NAME as COMPRESSED
 from export.conversion.parity import check_parity
-from export.conversion.selection import LayerChoice, choose_layers
+from export.conversion.selection import Claims, LayerChoice, choose_layers
 from export.conversion.writing import choose_head, write_dense, write_packed
-from export.loading import load
+from export.loading import TORCHAO, load, torchao_missing, why_not_torchao
 from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError, first_line
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.storage.files import output_path
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_sparse.formats.bitmask import BITMASK
@@ -90,7 +87,7 @@ class Packed(Target[ExportReport]):
 
     def __init__(self, form: PackedFormat | None) -> None:
         self.form = form
-        self.suffix = self.name or (form.suffix if form else None)
+        self.suffix = self.name or (form.name if form else None)
 
     def require(self, options: Namespace) -> None:
         """Refuse a head of 8 bits where layers are not packed by this package."""
@@ -175,7 +172,7 @@ class Torchao(Packed):
 
     def require(self, options: Namespace) -> None:
         """Refuse machines on which torchao's tensors do not run."""
-        if reason := torchao_tensors.missing(device_named(options.device)):
+        if reason := torchao_missing(device_named(options.device)):
             raise OptionError(
                 f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, "
                 "or write `--format packed`, whose files are the same and need no GPU."
@@ -186,7 +183,7 @@ class Torchao(Packed):
         """Return why torchao cannot store a layer, `None` if it can."""
         if layer.transposed:
             return "torchao packs nn.Linear, and this is a Conv1D"
-        return torchao_tensors.why_not(layer.shape, layer.dtype)
+        return why_not_torchao(layer.shape, layer.dtype)
 
     def choose(self, job: Job) -> ExportReport:
         """Choose the layers of a transformers model that fit."""
@@ -199,7 +196,7 @@ class Torchao(Packed):
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
         """Write safetensors."""
-        return write_packed(job.source, directory, report.packed, method=torchao_tensors.METHOD)
+        return write_packed(job.source, directory, report.packed, method=TORCHAO)
 
 
 class CompressedTensors(Target[IntegerReport]):
@@ -245,26 +242,16 @@ TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
 """The formats by their names for `--format`."""
 
 
-def engine_grid(checkpoint: str) -> Grid | None:
-    """Return the grid of an engine on which a run put its weights or its head alone, or `None`."""
-    return _engine_grid(_claims(checkpoint))
-
-
-def _claims(checkpoint: str) -> Claims:
+def claims_of_model(checkpoint: str) -> Claims:
+    """Return the claims about a transformers model, none about a module of the user's own."""
     run = Path(checkpoint).expanduser()
     return Claims.read(run) if (run / "config.json").is_file() else Claims()
 
 
-def _engine_grid(claims: Claims) -> Grid | None:
-    of_head = claims.grids[0] if claims.grids and not claims.layers else None
-    grid = claims.grid or of_head
-    return grid if grid is not None and grid.engine is not None else None
-
-
 def _default_target(options: Namespace) -> Target:
     """Return the format of the engine on whose grid a run put its weights, else a packed one."""
-    claims = _claims(options.checkpoint)
-    if (grid := _engine_grid(claims)) is None:
+    claims = claims_of_model(options.checkpoint)
+    if (grid := claims.engine_grid) is None:
         # Weights of 8 bits of which none was removed have nothing to pack.
         is_of_bytes = claims.grid is not None and claims.grid.bits == 8 and not claims.structure
         has_zeros = any(claim.sparsity or claim.pattern for claim in (claims.layers or {}).values())

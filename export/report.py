@@ -179,10 +179,10 @@ class IntegerReport(Report):
         """Print the numbers of packed and dense layers, and how the export was read back."""
         lines, chosen = [], self.chosen
         if self.exported_bytes is not None:
-            size = chosen.integers.group_size
+            size = chosen.group_size
             groups = "a row" if size < 0 else f"{size} columns"
             lines.append(
-                f"{counted(len(chosen.layers), 'layer')} in {chosen.integers.bits} bits, with a "
+                f"{counted(len(chosen.layers), 'layer')} in {chosen.bits} bits, with a "
                 f"scale for {groups}; each weight is read back to the bit."
             )
             if chosen.left:

@@ -46,7 +46,7 @@ def convert(options: Namespace) -> Path:
     like = _first_checks(options)
     # Only now: they load transformers, which help and a mistake need not wait for.
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
-    from export.conversion.claims import Claims
+    from export.conversion.selection import Claims
     from export.gguf.file import write_gguf
     from mrp_lightning.records.grid_file import NAME as PARAMETERS
 

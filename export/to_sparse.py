@@ -34,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
             require_extra("torchao", "`--format torchao`")
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.checkpoint import silence_transformers
-        from export.packing import convert, engine_grid
+        from export.packing import claims_of_model, convert
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         silence_transformers()
@@ -43,8 +43,9 @@ def main(args: Sequence[str] | None = None) -> None:
         with interruptible(handled):
             out = [] if options.out is None else ["--out", options.out]
             plain = [options.checkpoint, *out, *["--overwrite"] * options.overwrite]
-            grid = engine_grid(options.checkpoint) if options == parser.parse_args(plain) else None
-            if grid is not None and grid.engine == "llama.cpp":
+            grid = claims_of_model(options.checkpoint).engine_grid
+            is_plain = options == parser.parse_args(plain)
+            if is_plain and grid is not None and grid.engine == "llama.cpp":
                 sys.stdout.write(f"The weights are on llama.cpp's grid {grid}: a GGUF file.\n")
                 to_gguf.main(plain)
             else:

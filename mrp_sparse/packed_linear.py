@@ -20,7 +20,8 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import SPARSE24
-from mrp_sparse.kernels import cusparselt
+from mrp_sparse.kernels.dispatch import why_not_compressed
+from mrp_sparse.upstream import compress_cusparselt
 
 Dense = TypeVar("Dense", bound=nn.Module)
 
@@ -292,9 +293,9 @@ class Sparse24Linear(PackedLinear):
 
     def compress(self) -> str | None:
         """Build `compressed` if cuSPARSELt runs here, else return the reason."""
-        shape, device = (self.out_features, self.in_features), self.weight.device
-        reason = cusparselt.missing(device) or cusparselt.refuse(*shape, self.dtype)
-        self.compressed = None if reason else cusparselt.compress(self.dense_weight())
+        shape = self.out_features, self.in_features
+        reason = why_not_compressed(shape, self.dtype, self.weight.device)
+        self.compressed = None if reason else compress_cusparselt(self.dense_weight())
         return reason
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -31,7 +31,7 @@ def compress_cusparselt(weight: Tensor) -> Tensor:
     `to_sparse_semi_structured`, gives a subclass of tensors, which neither safetensors nor an
     operator of ours takes. In their place: public operators, once torch has them.
     """
-    return torch._cslt_compress(weight)
+    return torch._cslt_compress(weight.contiguous())
 
 
 def matmul_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

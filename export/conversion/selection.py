@@ -1,4 +1,7 @@
-"""Choose the layers of a checkpoint to pack, and give the reasons why others stay dense."""
+"""Choose the layers of a checkpoint to pack, and give the reasons why others stay dense.
+
+The claims of a pruning report are checked on the weights before.
+"""
 
 import functools
 import inspect
@@ -14,13 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, require_finite, tracked, weight_file
-from export.conversion.claims import Claim, Claims
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import surplus_blocks
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.grid import Grid, grid_of_bits
-from mrp_lightning.solver.patterns import Unstructured
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.storage.files import OTHER_WEIGHTS
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
@@ -33,6 +35,75 @@ from mrp_sparse.packed_linear import is_packable
 
 _FOUR_BITS = grid_of_bits(4)
 """The grid of `bitmask4`, on which weights of fewer bits, or of more of its groups, lie, too."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim of a report about a pruned layer."""
+
+    sparsity: float  # the least fraction of zero weights; 0 if nothing is claimed
+    pattern: SemiStructured | None  # of each group, if there is one
+
+    def breach(self, weight: Tensor) -> str | None:
+        """Return how a weight (rows, columns) violates the claim; `None` if it does not."""
+        kept, pattern = weight != 0, self.pattern
+        if pattern is not None:
+            if not pattern.divides(kept.shape[1]):
+                return f"its {kept.shape[1]} columns do not split into groups of {pattern.group}"
+            counts = kept.unflatten(1, (-1, pattern.group)).sum(dim=2)
+            broken = int((counts > pattern.kept).sum())
+            return f"{broken} of {counts.numel()} groups are not {pattern}" if broken else None
+        # A claim without a pattern is a count of the whole layer, since rows may have different
+        # numbers of zeros. More zeros than claimed are no breach.
+        size, count = kept.numel(), int(kept.sum())
+        if count <= size - round(self.sparsity * size):
+            return None
+        return f"{1 - count / size:.2%} of it is zero, expected {self.sparsity:.2%}"
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The claims of a `pruning_report.json` about a checkpoint, which an export checks.
+
+    Attributes:
+        layers: The claims of the pruned layers by name; `None` without a report.
+        structure: The kind of units that were removed as a whole, such as `neurons`, or `None`.
+        grid: The grid of the weights, or `None`.
+        grids: All grids, also that of the output head, which is none of the layers.
+    """
+
+    layers: dict[str, Claim] | None = None
+    structure: str | None = None
+    grid: Grid | None = None
+    grids: Sequence[Grid] = ()
+
+    @classmethod
+    def read(cls, directory: Path) -> "Claims":
+        """Return the claims of the report in a directory, none if there is no report.
+
+        Raises:
+            FormatError: The report is damaged, or of another version.
+        """
+        file = directory / NAME
+        if not file.is_file():
+            return cls()
+        report = PruningReport.load(file)
+        amount, structure = report.amount, report.config.get("structure")
+        groups = amount.pattern if isinstance(amount.pattern, SemiStructured) else None
+        is_narrow = structure is not None  # removed columns no longer exist, so there are no zeros
+        layers = {
+            row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
+            for row in report.pruned
+            if row.sparsity is not None or amount.for_head.grid is None  # a head has no sparsity
+        }
+        return cls(layers, structure, amount.grid, amount.grids)
+
+    @property
+    def engine_grid(self) -> Grid | None:
+        """The grid of an engine on which the weights, or the head alone, were put, or `None`."""
+        of_head = self.grids[0] if self.grids and not self.layers else None
+        grid = self.grid or of_head
+        return grid if grid is not None and grid.engine is not None else None
 
 
 def is_read_directly(model: nn.Module, name: str) -> bool:

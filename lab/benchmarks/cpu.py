@@ -32,7 +32,7 @@ from export import BitmaskLinear, Sparse24Linear
 from export.loading import storage_bytes
 from export.speed import Decoder
 from mrp_ground.environment import machine
-from mrp_sparse.kernels import compiled
+from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import PackedLinear
 
 LAYERS = ("576x576", "1536x576", "2048x2048", "5632x2048", "4096x4096", "11008x4096", "4096x11008")
@@ -252,7 +252,7 @@ def table(title: str, header: Sequence[str], rows: Iterator[list[str]], write: A
 def main() -> None:
     """Run the command line."""
     options = _parser().parse_args()
-    if not compiled.load():
+    if not library.load():
         raise SystemExit("The kernels for packed weights are missing; the warning above says why.")
     page = options.out and options.out.open("w", encoding="utf-8")
 

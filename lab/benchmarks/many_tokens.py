@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mrp_ground.environment import machine
-from mrp_sparse.kernels import compiled
+from mrp_sparse.kernels import library
 
 SHAPES = ("2048x2048", "8192x2048", "2048x8192", "896x4864")
 TOKENS = (1, 2, 3, 4, 8, 9, 16, 32, 64, 256)
@@ -51,7 +51,7 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
 def main() -> None:
     """Run the command line."""
     options = _parser().parse_args()
-    if not compiled.load():
+    if not library.load():
         raise SystemExit("The kernels for packed weights are missing; the warning above says why.")
     write = sys.stdout.write
     write("\n## Many tokens\n\n")

@@ -36,7 +36,7 @@ from export import Bitmask4Linear
 from export.loading import storage_bytes
 from mrp_ground.environment import machine
 from mrp_sparse.eight_bit_head import round_head
-from mrp_sparse.kernels import compiled
+from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import PackedLinear
 
 SHAPES = ("4096x4096", "5632x2048", "1536x576")
@@ -160,7 +160,7 @@ def main() -> None:
     """Run the command line."""
     options = _parser().parse_args()
     torch.set_num_threads(1)
-    if not compiled.load():
+    if not library.load():
         raise SystemExit("The kernels for packed weights are missing; the warning above says why.")
     page = options.out and options.out.open("w", encoding="utf-8")
 

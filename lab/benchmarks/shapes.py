@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from export import torchao_tensors
-from export.loading import storage_bytes
+from export.loading import sparsify, storage_bytes, torchao_missing
 from export.speed import COLUMNS, graphed, measure, rows, take_turns
 from mrp_ground.environment import machine
 from mrp_lightning.environment import versions
@@ -119,7 +118,7 @@ def torchao_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedMode
     """Return the model with these layers in torchao's tensors, on its CUDA device."""
     shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
     converted = copy.deepcopy(model, shared)
-    torchao_tensors.sparsify(converted, list(names))
+    sparsify(converted, list(names))
     return converted
 
 
@@ -208,7 +207,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise OptionError("speed is measured on a CUDA device, and this machine has none.")
     device = torch.device("cuda", torch.cuda.current_device())
-    if options.format == "torchao" and (reason := torchao_tensors.missing(device)):
+    if options.format == "torchao" and (reason := torchao_missing(device)):
         raise OptionError(f"`--format torchao` cannot run here: {reason}.")
     failed = []
     for shape in options.shape:

@@ -14,11 +14,6 @@ BYTE = 8
 _WEIGHTS_AT_A_TIME = 2**20
 
 
-def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
-    """Return the bytes of values and bits of a weight of this shape with `kept` non-zeros."""
-    return kept * dtype.itemsize + shape[0] * bytes_of(shape[1])
-
-
 def bytes_of(columns: int) -> int:
     """Return the number of bytes of a row's bits."""
     return -(-columns // BYTE)
@@ -124,17 +119,14 @@ def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tens
 
 BITMASK = PackedFormat(
     option="bitmask",
-    suffix="bitmask",
-    quant_method="mrp_bitmask",
+    name="bitmask",
     version=1,
     companions=("weight_bits",),
-    counted=True,
     pack=pack,
     unpack=unpack,
     empty=_empty,
     damage=damage,
     why_not=why_no_matrix,
-    num_bytes=packed_bytes,
     operator="linear_bitmask",
     row_offsets=row_offsets,
 )

@@ -26,12 +26,6 @@ def num_groups(columns: int) -> int:
     return -(-columns // GROUP)
 
 
-def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, num_bytes: int) -> int:
-    """Return the bytes of all tensors of a weight of this shape, with `num_bytes` of nibbles."""
-    rows, columns = shape
-    return num_bytes + rows * (bytes_of(columns) + num_groups(columns) * dtype.itemsize)
-
-
 def count_bytes(weight: Tensor) -> int:
     """Return the number of bytes of a weight's nibbles."""
     return sum(
@@ -237,17 +231,14 @@ def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tens
 
 BITMASK4 = PackedFormat(
     option="bitmask4",
-    suffix="bitmask4",
-    quant_method="mrp_bitmask4",
+    name="bitmask4",
     version=1,
     companions=("weight_bits", "weight_scales"),
-    counted=True,
     pack=pack,
     unpack=unpack,
     empty=_empty,
     damage=damage,
     why_not=why_no_matrix,
-    num_bytes=packed_bytes,
     operator="linear_bitmask4",
     row_offsets=row_offsets,
 )

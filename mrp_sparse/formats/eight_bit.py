@@ -71,17 +71,14 @@ def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tens
 
 EIGHT_BIT = PackedFormat(
     option="head",
-    suffix="",
-    quant_method="a head of 8 bits",
+    name="head",
     version=VERSION,
     companions=("weight_scales",),
-    counted=False,
     pack=pack,
     unpack=lambda codes, scales, _: unpack(codes, scales),
     empty=_empty,
     damage=lambda codes, scales, _: damage(codes, scales),
     why_not=lambda shape: why_not_rounded(shape[1]),
-    num_bytes=lambda shape, dtype, _: shape[0] * (shape[1] + dtype.itemsize),
     operator="linear8",
 )
 """The stored form of a head, with the functions of a packed format."""

@@ -21,12 +21,10 @@ class PackedFormat:
 
     Attributes:
         option: Name for `--format`.
-        suffix: End of the name of an exported directory.
-        quant_method: Name in `quantization_config`.
+        name: End of the names of exported directories, and of the `quant_method`.
         version: Version of the format that is written and read.
         companions: Names of a layer's tensors next to the values, which are called `weight`. The
             first holds the columns of the values.
-        counted: Whether the shape of a layer does not determine the number of elements of `weight`.
         pack: `pack(weight)` returns the values and companions of a weight (rows, columns).
         unpack: `unpack(*tensors, columns)` returns the weight bit by bit, but −0.0 as +0.0.
         empty: `empty(shape, count, dtype)` returns uninitialised tensors of a weight of a shape.
@@ -34,24 +32,20 @@ class PackedFormat:
             result of packing one weight, or `None`.
         why_not: `why_not(shape)` returns the reason why no weight of a shape has this form, or
             `None`.
-        num_bytes: `num_bytes(shape, dtype, count)` returns the bytes of all tensors of a weight.
         operator: Name of the operator in `torch.ops.mrp_lightning` that multiplies with a weight.
         row_offsets: `row_offsets(columns of the values)` returns the first index of each row in the
-            values, int64 (rows,); `None` if all rows have equally many.
+            values, int64 (rows,); `None` if the shape of a weight determines them.
     """
 
     option: str
-    suffix: str
-    quant_method: str
+    name: str
     version: int
     companions: tuple[str, ...]
-    counted: bool
     pack: Callable[[Tensor], tuple[Tensor, ...]]
     unpack: Callable[..., Tensor]
     empty: Callable[[tuple[int, int], int, torch.dtype], tuple[Tensor, ...]]
     damage: Callable[..., str | None]
     why_not: Callable[[tuple[int, ...]], str | None]
-    num_bytes: Callable[[tuple[int, int], torch.dtype, int], int]
     operator: str
     row_offsets: Callable[[Tensor], Tensor] | None = None
 
@@ -77,6 +71,21 @@ class PackedFormat:
         operator = getattr(torch.ops.mrp_lightning, self.operator)
         product: Tensor = operator(x, *tensors, bias, *options)
         return product
+
+    @property
+    def quant_method(self) -> str:
+        """Name in `quantization_config`."""
+        return f"mrp_{self.name}"
+
+    @property
+    def counted(self) -> bool:
+        """Whether the shape of a layer does not determine the number of elements of `weight`."""
+        return self.row_offsets is not None
+
+    def num_bytes(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> int:
+        """Return the bytes of all tensors of a weight of a shape."""
+        with torch.device("meta"):
+            return sum(tensor.nbytes for tensor in self.empty(shape, count, dtype))
 
     @property
     def places(self) -> str:

@@ -142,11 +142,6 @@ def _damage(meta: Tensor) -> str | None:
     return f"{count} of {2 * meta.numel()} nibbles are of no 2:4 weight" if count else None
 
 
-def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
-    rows, columns = shape
-    return rows * (columns // 2 * dtype.itemsize + columns // _COLUMNS_MULTIPLE)
-
-
 def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     del count
     rows, columns = shape
@@ -157,16 +152,13 @@ def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tens
 # The shape of the values determines everything: `unpack` needs no columns, and layers no count.
 SPARSE24 = PackedFormat(
     option="packed",
-    suffix="sparse24",
-    quant_method="mrp_sparse24",
+    name="sparse24",
     version=1,
     companions=("weight_meta",),
-    counted=False,
     pack=pack,
     unpack=lambda values, meta, _: spread(values, meta),
     empty=_empty,
     damage=lambda _, meta, __: _damage(meta),
     why_not=why_not_packable,
-    num_bytes=lambda shape, dtype, _: _packed_bytes(shape, dtype),
     operator="linear24",
 )

@@ -10,6 +10,10 @@ The order is that of the times on an H200 in lab/results/gpu/llama2-7b-auto.md: 
 1.64 to 2.00 at one token, where gemm is at most 1.18; gemm is 0.99 to 1.16 at 16, where cuSPARSELt
 is at most 0.66; cuSPARSELt is 1.38 to 1.43 at 2048, and unpacking at most 0.87. In between, nothing
 was measured. Where Triton cannot run, its tokens take the next kernel that can.
+
+cuSPARSELt multiplies with the sparse tensor cores (sm_80 and newer). Each call sets up its product
+on the host, so that it is only fast inside a CUDA graph, and its default algorithm is often slow.
+Its layout depends on library and device: it is built on demand and never written to disk.
 """
 
 import functools
@@ -21,17 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrp_ground.errors import first_line
+from mrp_sparse import upstream
 from mrp_sparse.formats.sparse24 import spread
-from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.operator import linear24
 
 log = logging.getLogger(__name__)
 
 _FEW_TOKENS = 64
 """Number of tokens up to which the time is that of reading the weight."""
-_TRITON_DTYPES = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST = 2**31
 """Triton addresses elements with 32 bits."""
+_WEIGHT_MULTIPLE, _TOKEN_MULTIPLE = 16, 8
+"""The numbers of rows and columns, and of tokens, that cuSPARSELt takes are multiples of these."""
 
 
 @linear24.register_kernel("cuda")
@@ -56,7 +62,7 @@ def multiply(
     kernel = choose(len(flat), (rows, columns), x.dtype, x.device, compressed is not None)
     if kernel == "cusparselt":
         assert compressed is not None
-        y = cusparselt.matmul(flat, compressed, bias)
+        y = _by_cusparselt(flat, compressed, bias)
     elif kernel == "unpack-dense":
         y = F.linear(flat, _unpacked(weight, meta), bias)
     else:
@@ -96,7 +102,7 @@ def _fits_triton(
     # Of W (rows·columns), x (tokens·columns) and y (tokens·rows) the largest decides.
     largest = max(rows * columns, tokens * max(shape))
     # A byte of `meta` holds two groups of four columns, and programs read whole bytes.
-    fits = dtype in _TRITON_DTYPES and columns % 8 == 0 and largest < _LARGEST
+    fits = dtype in _DTYPES and columns % 8 == 0 and largest < _LARGEST
     return fits and triton_missing(device) is None
 
 
@@ -137,3 +143,33 @@ def _unpacked(values: Tensor, meta: Tensor) -> Tensor:
 
         return triton_kernels.unpack(values, meta)
     return spread(values, meta)
+
+
+def why_not_compressed(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return the reason why cuSPARSELt cannot multiply with a weight (rows, columns), or `None`."""
+    if dtype not in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"cuSPARSELt takes float16 and bfloat16 here, not {name}"
+    if any(size % _WEIGHT_MULTIPLE for size in shape):
+        sizes = "×".join(map(str, shape))
+        return f"cuSPARSELt needs both dimensions in multiples of {_WEIGHT_MULTIPLE}, not {sizes}"
+    if device.type != "cuda":
+        return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
+    # The build is checked before the capability, since that question starts CUDA.
+    if not torch.backends.cusparselt.is_available():
+        return f"torch {torch.__version__} was built without cuSPARSELt"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"sparse tensor cores need sm_80 or newer; this device is sm_{major}{minor}"
+    return None
+
+
+def _by_cusparselt(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b (tokens, rows), contiguous, for x (tokens, columns)."""
+    # The sparse operand is the left one, hence W xᵀ, which is transposed back. Padded tokens give
+    # the last rows of y, which the slice drops: rows do not influence each other.
+    padding = -len(x) % _TOKEN_MULTIPLE
+    padded = F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()
+    return upstream.matmul_cusparselt(compressed, padded.t(), bias)[: len(x)]

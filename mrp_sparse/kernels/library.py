@@ -1,14 +1,16 @@
-"""The library of compiled kernels for CPUs: its file, and its making from the sources next to it.
+"""The library of compiled kernels for CPUs: its file, its making from the sources, and loading it.
 
 It calls torch through the stable interface alone, so that one file runs with every torch from 2.11
 on, and chooses its instructions where it runs. A wheel has it, without the sources. Where these
 are, in a checkout, the file is named by their digest, so that one of older sources is never used.
 
-This module needs only the standard library, since a wheel is built by it, too (`hatch_build.py`).
+The import needs only the standard library, since a wheel is built by it, too (`hatch_build.py`).
 """
 
+import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -16,9 +18,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 STEM = "libmrp_kernels"
@@ -30,6 +35,7 @@ _FLAGS = (
 )
 _MOST_SECONDS = 600
 _UNFINISHED = ".building-"
+_lock = threading.Lock()
 
 
 class BuildError(Exception):
@@ -113,3 +119,36 @@ def _remove_unfinished() -> None:
 def tag() -> str:
     """Return the wheel's tag: any Python, this kind of machine."""
     return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def load() -> bool:
+    """Load the library, whose kernels then run the operators on the CPU; return whether they do.
+
+    In a checkout it is built when that is installed, or by the first call after a source has
+    changed. If there is none, one warning gives the reason, and a next step if there is one.
+    """
+    # The cache alone lets two threads run `_load` at the same time, and both would build.
+    with _lock:
+        return _load()
+
+
+@functools.cache
+def _load() -> bool:
+    import torch
+
+    try:
+        if not path().exists():
+            log.warning("Compiling the kernels for packed weights, once: some seconds.")
+        torch.ops.load_library(build())
+        return True
+    except (BuildError, OSError) as error:
+        reason = f"They cannot be built ({error})."
+        if isinstance(error, OSError):
+            reason = f"They cannot be loaded ({error}). They need torch 2.11 or newer."
+        log.debug("The kernels are not used.", exc_info=True)
+    log.warning(
+        "Packed weights are unpacked for every product on this CPU, which is slow: there are no "
+        "compiled kernels. %s",
+        reason,
+    )
+    return False

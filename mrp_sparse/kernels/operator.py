@@ -24,7 +24,7 @@ from mrp_sparse.formats import bitmask, bitmask4, eight_bit
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4, num_groups
 from mrp_sparse.formats.sparse24 import SPARSE24, spread
-from mrp_sparse.kernels import compiled
+from mrp_sparse.kernels import library
 
 MAX_ERROR_RATIO = 1.5
 """The largest allowed error of a kernel, relative to that of the dense product in its dtype."""
@@ -150,7 +150,7 @@ def linear24(
     """
     # Once loaded, the library's kernel for the CPU comes before this one: the call by name reaches
     # it, and later products do not come here.
-    if x.device.type == "cpu" and compiled.load():
+    if x.device.type == "cpu" and library.load():
         return torch.ops.mrp_lightning.linear24(x, weight, meta, bias, compressed)
     return F.linear(x, spread(weight, meta), bias)
 
@@ -178,7 +178,7 @@ def linear_bitmask(
     Returns:
         The product (..., rows), contiguous.
     """
-    if x.device.type == "cpu" and compiled.load():
+    if x.device.type == "cpu" and library.load():
         return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
     check_bitmask(x, bits)
     # Reading the bits would synchronise other devices, which a CUDA graph forbids.
@@ -221,7 +221,7 @@ def linear_bitmask4(
     Returns:
         The product (..., rows), contiguous.
     """
-    if x.device.type == "cpu" and compiled.load():
+    if x.device.type == "cpu" and library.load():
         operator = torch.ops.mrp_lightning.linear_bitmask4
         return operator(x, nibbles, bits, scales, offsets, bias, eight_bits)
     check_bitmask(x, bits)
@@ -248,6 +248,6 @@ def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> 
     Returns:
         The product (..., rows), contiguous.
     """
-    if x.device.type == "cpu" and compiled.load():
+    if x.device.type == "cpu" and library.load():
         return torch.ops.mrp_lightning.linear8(x, numbers, scales, bias)
     return F.linear(x, eight_bit.unpack(numbers, scales), bias)

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from mrp_ground.errors import FormatError
 from mrp_sparse.formats import eight_bit, slices
 from mrp_sparse.formats.packed_format import PackedFormat
-from mrp_sparse.kernels import compiled, huge_pages
+from mrp_sparse.kernels import huge_pages, library
 from mrp_sparse.upstream import ask_for_amx
 
 EXPORT_AGAIN = "Export the pruned model again."
@@ -264,7 +264,7 @@ class PackedMethod(LinearMethodBase):
         finish(layer)
         del layer.packed_parts
         if layer.weight.device.type == "cpu":
-            compiled.load()  # before torch.compile traces the operators
+            library.load()  # before torch.compile traces the operators
             ask_for_amx()  # vLLM's attention uses it
         elif self.form.row_offsets is not None:  # only CPUs multiply with bitmasks as they are
             dense = self.form.unpack(*self._tensors(layer), layer.packed_columns)

@@ -13,7 +13,7 @@ from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorC
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from export import torchao_tensors
+from export import loading, packing
 from export.to_sparse import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.records.report import PruningReport
@@ -210,6 +210,7 @@ def torch_subclass_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "_validate_device_dim_dtype_shape",
         classmethod(lambda cls, tensor: None),
     )
-    monkeypatch.setattr(torchao_tensors, "missing", lambda device: None)
+    for module in (loading, packing):
+        monkeypatch.setattr(module, "torchao_missing", lambda device: None)
     yield
     library._destroy()

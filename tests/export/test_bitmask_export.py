@@ -28,7 +28,7 @@ from .conftest import Exported, logits, onto_grid, refusal, thin_out, write_repo
 def test_a_checkpoint_of_no_pattern_becomes_bitmasks(form, llama, capsys):
     thin_out(llama, four_bits=form is BITMASK4)
     main([str(llama)])
-    packed = llama.with_name(f"llama-{form.suffix}")
+    packed = llama.with_name(f"llama-{form.name}")
     assert f"14 {form.option} layers" in capsys.readouterr().out
     report = json.loads((packed / "export_report.json").read_text())
     assert report["format"] == form.option

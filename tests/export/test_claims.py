@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.claims import Claim
-from export.conversion.selection import choose_layers
+from export.conversion.selection import Claim, choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.records.report import PruningReport

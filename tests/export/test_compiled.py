@@ -11,7 +11,7 @@ import warm
 from torch import Tensor
 
 from mrp_sparse.formats import bitmask, bitmask4, eight_bit, sparse24
-from mrp_sparse.kernels import compiled, library
+from mrp_sparse.kernels import library
 
 from .conftest import keep_two_of_four, onto_grid
 
@@ -21,7 +21,7 @@ COLUMNS = [1, 8, 31, 32, 33, 64, 100, 127, 128, 129, 136, 160, 250, 384, 1000]
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
-    if not compiled.load():
+    if not library.load():
         pytest.skip("needs a C++ compiler")
 
 

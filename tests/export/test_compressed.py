@@ -2,122 +2,132 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from quiet import QUIET
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from callbacks import MRPCallback
 from export.conversion import compressed
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.compressed import choose_compressed
-from export.conversion.integers import Integers
+from export.conversion.compressed import Compressed, choose_compressed
 from export.to_sparse import main
 from mrp_lightning import CausalLM, Trainer
 
 from .conftest import logits, refusal
 
+IDS = torch.arange(3, 20)[None]
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "llama": {},
+    "qwen3_moe": {"head_dim": 16} | EXPERTS,
+    "mixtral": LOCAL,
+    "qwen2_moe": {"shared_expert_intermediate_size": 64} | EXPERTS,
+    "gpt_oss": {"head_dim": 16} | LOCAL,
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+}
+GRID = {"grid": "int4-g32"}
 
-def prune_into(out, model, **options):
-    """Prune a model on random windows into a directory, which is returned."""
-    model.bfloat16().save_pretrained(out.with_name("dense"))
-    windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
-    callback = MRPCallback(save_dir=out, **options)
-    loader = torch.utils.data.DataLoader(windows, batch_size=4)
-    trainer = Trainer(**QUIET)
-    trainer.predict(CausalLM(out.with_name("dense")), loader, callbacks=[callback])
-    return out
+
+@pytest.fixture(scope="module")
+def _runs(tmp_path_factory):
+    """A function that prunes a random model of a family, once for each of its arguments."""
+    made = {}
+
+    def run_of(kind, width, options):
+        if (key := f"{kind} {width} {options}") not in made:
+            torch.manual_seed(0)
+            sizes = SMALL | {"intermediate_size": width} | MODELS[kind]
+            root = tmp_path_factory.mktemp("runs")
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+            model.bfloat16().save_pretrained(root / "dense")
+            windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
+            loader = torch.utils.data.DataLoader(windows, batch_size=4)
+            callback = MRPCallback(save_dir=root / "run", **options)
+            Trainer(**QUIET).predict(CausalLM(root / "dense"), loader, callbacks=[callback])
+            made[key] = root / "run"
+        return made[key]
+
+    return run_of
 
 
 @pytest.fixture
-def pruned(tmp_path):
-    """A function that prunes a LLaMA with 64 and 128 columns, and returns the directory."""
-
-    def prune(name="run", width=128, **options):
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2}
-        config = LlamaConfig(vocab_size=64, num_attention_heads=4, num_key_value_heads=2, **sizes)
-        return prune_into(tmp_path / name, LlamaForCausalLM(config), **options)
-
-    return prune
+def pruned(_runs, tmp_path):
+    """A function that copies a pruned model into the test's directory."""
+    return lambda kind="llama", name="run", width=128, **options: Path(
+        shutil.copytree(_runs(kind, width, options), tmp_path / name)
+    )
 
 
-def export(run, *arguments):
-    main([str(run), "--format", "compressed-tensors", *arguments])
+NAMED = ("--format", "compressed-tensors")
+
+
+def export(run, *arguments, form=NAMED):
+    main([str(run), *form, *arguments])
     return run.with_name(f"{run.name}-compressed-tensors")
+
+
+def settings_of(out):
+    return json.loads((out / "config.json").read_text())["quantization_config"]
 
 
 RUNS = [
     ({"grid": "int4-g32"}, 4, 32),
-    ({"grid": "int8-g64"}, 8, 64),
+    ({"grid": "int8-g32", "pattern": "2:4"}, 8, 32),
+    ({"grid": "int4-g64", "sparsity": 0.5}, 4, 64),
+    ({"bits": 8}, 8, 64),
     ({"bits": 3, "pattern": "2:4"}, 4, 64),
     ({"bits": 4, "sparsity": 0.5}, 8, 64),  # nine codes on each side
-    ({"grid": "int4-g64", "sparsity": 0.5}, 4, 64),
     ({"bits": 4, "group_size": 128}, 4, -1),
+    ({"bits": 3, "width": 20}, 4, -1),  # the last word of a row is incomplete
 ]
 
 
 @pytest.mark.parametrize(("options", "bits", "group"), RUNS, ids=str)
 def test_the_package_reads_back_the_same_logits(options, bits, group, pruned, capsys):
-    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    """It is the format of a run on integers; codes are compared by a reading bit by bit, too."""
     run = pruned(**options)
-    out = export(run)
+    out = export(run, form=NAMED if options.get("bits", 8) < 8 else ())
     assert f"in {bits} bits" in capsys.readouterr().out
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    weights = config["config_groups"]["group_0"]["weights"]
+    weights = settings_of(out)["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights.get("group_size", -1)) == (bits, group)
-    ours = AutoModelForCausalLM.from_pretrained(run)
-    theirs = AutoModelForCausalLM.from_pretrained(out)
-    ids = torch.arange(3, 20)[None]
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, theirs(ids).logits)
-    stored = load_file(out / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert stored[f"{name}_packed"].shape == (64, 128 * bits // 32)
-    assert stored[f"{name}_scale"].dtype == torch.bfloat16
-    assert stored[f"{name}_shape"].tolist() == [64, 128]
-
-
-@pytest.mark.parametrize(
-    "options", [{"grid": "int4-g32"}, {"grid": "int8-g32", "pattern": "2:4"}, {"bits": 8}]
-)
-def test_it_is_the_format_of_a_run_on_integers(options, pruned):
-    run = pruned(**options)
-    main([str(run)])
-    config = json.loads((run.with_name("run-compressed-tensors") / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-
-
-def test_codes_lie_in_int32_from_the_lowest_bits(pruned):
-    """Against a reading of the words bit by bit."""
-    run = pruned(grid="int4-g32")
-    out = export(run)
     stored, dense = load_file(out / "model.safetensors"), load_file(run / "model.safetensors")
-    name = "model.layers.1.self_attn.o_proj.weight"
-    words = stored[f"{name}_packed"].numpy().view("uint32")
+    name, columns = "model.layers.1.mlp.down_proj.weight", options.get("width", 128)
+    words, scales = stored[f"{name}_packed"].numpy().view("uint32"), stored[f"{name}_scale"]
+    each = 32 // bits
+    assert words.shape == (64, -(-columns // each))
+    assert scales.dtype == torch.bfloat16
+    assert stored[f"{name}_shape"].tolist() == [64, columns]
     for row in range(3):
-        for column in range(64):
-            code = (int(words[row, column // 8]) >> (4 * (column % 8))) % 16 - 8
-            value = code * stored[f"{name}_scale"][row, column // 32]
-            assert value == dense[name][row, column]
+        for column in range(columns):
+            code = int(words[row, column // each]) >> (bits * (column % each))
+            code = code % 2**bits - 2 ** (bits - 1)
+            assert (
+                code * scales[row, 0 if group < 0 else column // group] == dense[name][row, column]
+            )
+    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    assert torch.equal(logits(run, IDS), logits(out, IDS))
 
 
 def test_layers_can_stay_dense_and_others_are_refused(pruned, tmp_path, capsys):
-    run = pruned(grid="int4-g32")
+    run = pruned(**GRID)
     out = export(run, "--skip", "q_proj")
     stored = load_file(out / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in stored
-    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-    assert "model.layers.0.self_attn.q_proj" in ignored
-    assert "lm_head" in ignored
+    assert {"model.layers.0.self_attn.q_proj", "lm_head"} <= {*settings_of(out)["ignore"]}
     for name, options, message in (
         ("uneven", {"grid": "iq4_nl"}, "groups are no multiples of a scale"),
         ("free", {"pattern": "2:4"}, "no report of a pruning with `bits`"),
         ("groups", {"bits": 4, "group_size": 48}, "has groups of 32, 64 or 128 columns"),
     ):
-        other = pruned(name, **options)
+        other = pruned(name=name, **options)
         with pytest.raises(SystemExit) as ended:
             export(other)
         assert ended.value.code == 2
@@ -126,34 +136,24 @@ def test_layers_can_stay_dense_and_others_are_refused(pruned, tmp_path, capsys):
 
 
 def test_a_head_on_a_grid_of_its_own_stays_dense(pruned, tmp_path):
-    run = pruned(grid="int4-g32", head_grid="q8_0")
+    run = pruned(**GRID, head_grid="q8_0")
     out = export(run)
     stored, dense = load_file(out / "model.safetensors"), load_file(run / "model.safetensors")
     assert torch.equal(stored["lm_head.weight"], dense["lm_head.weight"])
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config["ignore"] == ["lm_head"]
+    assert settings_of(out)["ignore"] == ["lm_head"]
     assert len([name for name in stored if name.endswith("weight_packed")]) == 14
 
 
 def test_a_model_that_is_stored_wider_than_it_was_pruned_is_explained(pruned, capsys):
-    run = pruned(grid="int4-g32")
+    run = pruned(**GRID)
     AutoModelForCausalLM.from_pretrained(run).float().save_pretrained(run)
     with pytest.raises(SystemExit):
         export(run)
     assert "pruned as bfloat16 and is stored as torch.float32" in capsys.readouterr().err
 
 
-def test_columns_that_leave_a_word_incomplete_are_read_back(pruned, capsys):
-    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    run = pruned(width=20, bits=3)
-    stored = load_file(export(run) / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert stored[f"{name}_packed"].shape == (64, 3)  # 20 columns in words of eight
-    assert "the same logits" in capsys.readouterr().out
-
-
 def test_values_that_are_not_finite_are_refused_and_named(pruned, capsys):
-    run = pruned(grid="int4-g32")
+    run = pruned(**GRID)
     tensors = load_file(run / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, run / "model.safetensors", {"format": "pt"})
@@ -167,7 +167,7 @@ def test_options_that_the_format_does_not_use_are_refused(tmp_path, capsys):
 
 
 def test_a_check_says_what_it_found(pruned, capsys):
-    run = pruned(grid="int4-g32")
+    run = pruned(**GRID)
     capsys.readouterr()
     out = export(run, "--check-only")
     assert capsys.readouterr().out == (
@@ -181,45 +181,16 @@ def test_a_check_says_what_it_found(pruned, capsys):
     assert shown.endswith(f"Checked: {out}\n")
 
 
-IDS = torch.arange(3, 20)[None]
-SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS = {
-    "qwen3_moe": {"head_dim": 16} | EXPERTS,
-    "mixtral": LOCAL,
-    "qwen2_moe": {"shared_expert_intermediate_size": 64} | EXPERTS,
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {"head_dim": 16} | LOCAL,
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
-}
 IN_FILES = {
     "mixtral": ("block_sparse_moe", "w1", "w2"),
     "qwen3_moe": ("mlp", "gate_proj", "down_proj"),
 }
 
 
-@pytest.fixture
-def of_family(tmp_path):
-    """A function that puts the weights of a random model of a family on a grid of four bits."""
-
-    def prune(kind, **options):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | MODELS[kind]))
-        return prune_into(tmp_path / "run", model, **{"grid": "int4-g32"} | options)
-
-    return prune
-
-
-def settings_of(out):
-    return json.loads((out / "config.json").read_text())["quantization_config"]
-
-
 @pytest.mark.parametrize("kind", IN_FILES)
-def test_experts_are_packed_one_by_one_and_transformers_stacks_them(kind, of_family, capsys):
+def test_experts_are_packed_one_by_one_and_transformers_stacks_them(kind, pruned, capsys):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    run = of_family(kind)
+    run = pruned(kind, **GRID)
     out = export(run)
     settings = settings_of(out)
     shown = capsys.readouterr().out
@@ -238,15 +209,14 @@ def test_experts_are_packed_one_by_one_and_transformers_stacks_them(kind, of_fam
     assert set(settings["ignore"]) == {"lm_head"} | routers
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "olmoe"])
-def test_other_families_load_too(kind, of_family, capsys):
+def test_a_shared_expert_is_packed_too(pruned, capsys):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    export(of_family(kind))
+    export(pruned("qwen2_moe", **GRID))
     assert "transformers loaded it here" in capsys.readouterr().out
 
 
-def test_experts_that_the_files_hold_as_one_tensor_are_counted(of_family, capsys):
-    run = of_family("gpt_oss")
+def test_experts_that_the_files_hold_as_one_tensor_are_counted(pruned, capsys):
+    run = pruned("gpt_oss", **GRID)
     settings = settings_of(export(run))
     shown = capsys.readouterr().out
     # Four experts of two blocks, each with 128 · 2 · 64 and 64 · 128 weights.
@@ -257,10 +227,10 @@ def test_experts_that_the_files_hold_as_one_tensor_are_counted(of_family, capsys
         assert sum(re.match(pattern, name) is not None for pattern in patterns) == 1
 
 
-def test_skipped_experts_leave_their_block_dense(of_family, capsys):
+def test_skipped_experts_leave_their_block_dense(pruned, capsys):
     """vLLM reads such a file; transformers does not, which is not said of it."""
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    run = of_family("qwen3_moe")
+    run = pruned("qwen3_moe", **GRID)
     out = export(run, "--skip", "layers.0.mlp.experts.2")
     settings = settings_of(out)
     shown = capsys.readouterr().out
@@ -272,8 +242,8 @@ def test_skipped_experts_leave_their_block_dense(of_family, capsys):
         logits(out, IDS)
 
 
-def test_layers_of_another_kind_are_named(of_family, capsys):
-    run = of_family("gpt2")
+def test_layers_of_another_kind_are_named(pruned, capsys):
+    run = pruned("gpt2", **GRID)
     with pytest.raises(SystemExit) as ended:
         export(run)
     assert ended.value.code == 2
@@ -283,9 +253,9 @@ def test_layers_of_another_kind_are_named(of_family, capsys):
     assert "Prune with" not in error
 
 
-def test_without_the_package_nobody_is_said_to_load_it(of_family, capsys, monkeypatch):
+def test_without_the_package_nobody_is_said_to_load_it(pruned, capsys, monkeypatch):
     monkeypatch.setattr(compressed, "_MODULE", "no_such_package")
-    export(of_family("mixtral"))
+    export(pruned(**GRID))
     shown = capsys.readouterr().out
     assert "transformers was not tried here: the package compressed-tensors is not inst" in shown
     assert "loaded it here" not in shown
@@ -298,11 +268,11 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("message", BREAKS)
-def test_what_transformers_does_not_load_is_no_success(message, of_family, capsys, monkeypatch):
+def test_what_transformers_does_not_load_is_no_success(message, pruned, capsys, monkeypatch):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    run, settings = of_family("qwen3_moe"), Integers.settings
+    run, settings = pruned(**GRID), Compressed.settings
     skip = ["--skip", "q_proj"]
-    monkeypatch.setattr(Integers, "settings", lambda integers: BREAKS[message](settings(integers)))
+    monkeypatch.setattr(Compressed, "settings", lambda chosen: BREAKS[message](settings(chosen)))
     with pytest.raises(SystemExit) as ended:
         export(run, *skip)
     assert ended.value.code == 1
@@ -310,9 +280,9 @@ def test_what_transformers_does_not_load_is_no_success(message, of_family, capsy
     assert not run.with_name("run-compressed-tensors").exists()
 
 
-def test_other_logits_are_no_success(of_family, capsys, monkeypatch):
+def test_other_logits_are_no_success(pruned, capsys, monkeypatch):
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    run = of_family("mixtral")
+    run = pruned(**GRID)
     source = open_checkpoint(run)
     chosen = choose_compressed(source)
     export(run)

@@ -7,11 +7,12 @@ from torch import nn
 
 from export.speed import captured
 from mrp_sparse.formats.sparse24 import pack
-from mrp_sparse.kernels import cusparselt, dispatch
-from mrp_sparse.kernels.dispatch import choose, multiply
+from mrp_sparse.kernels import dispatch
+from mrp_sparse.kernels.dispatch import choose, multiply, why_not_compressed
 from mrp_sparse.packed_linear import Sparse24Linear
+from mrp_sparse.upstream import compress_cusparselt
 
-CPU = torch.device("cpu")
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
 @pytest.fixture
@@ -89,10 +90,9 @@ def test_the_kernel_that_was_chosen_computes_the_layer():
 
 
 def test_cusparselt_says_what_it_refuses():
-    assert "runs on CUDA devices, not on 'cpu'" in cusparselt.missing(CPU)
-    assert cusparselt.refuse(32, 64, torch.bfloat16) is None
-    assert "multiples of 16, not 24×64" in cusparselt.refuse(24, 64, torch.float16)
-    assert "not float32" in cusparselt.refuse(32, 64, torch.float32)
+    assert "runs on CUDA devices, not on 'cpu'" in why_not_compressed((32, 64), BF16, CPU)
+    assert "multiples of 16, not 24×64" in why_not_compressed((24, 64), torch.float16, CPU)
+    assert "not float32" in why_not_compressed((32, 64), torch.float32, CPU)
 
 
 def test_the_installed_torch_has_the_private_functions_of_cusparselt():
@@ -100,7 +100,7 @@ def test_the_installed_torch_has_the_private_functions_of_cusparselt():
     x = torch.empty(5, 32, dtype=torch.bfloat16, device="meta")
     compressed = torch.empty(48, 18, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(48, dtype=torch.bfloat16, device="meta")
-    y = cusparselt.matmul(x, compressed, bias)
+    y = dispatch._by_cusparselt(x, compressed, bias)
     assert y.shape == (5, 48)
     assert y.is_contiguous()
 
@@ -123,7 +123,7 @@ def test_products_are_as_exact_as_a_dense_one(compressed, tokens, dtype):
     torch.manual_seed(0)
     weight = random_24(208, 512, dtype, device)
     x, bias = torch.randn(tokens, 512, dtype=dtype, device=device), weight[:, 0].clone()
-    layout = cusparselt.compress(weight) if compressed else None
+    layout = compress_cusparselt(weight) if compressed else None
     truth = x.double() @ weight.double().T + bias.double()
     allowed = 1.5 * (nn.functional.linear(x, weight, bias).double() - truth).norm()
     y = multiply(x, *pack(weight), bias, layout)
@@ -138,7 +138,7 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
     torch.manual_seed(0)
     weight = random_24(*shape, torch.bfloat16, torch.device("cuda"))
     values, meta = pack(weight)
-    compressed = cusparselt.compress(weight)
+    compressed = compress_cusparselt(weight)
     x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device="cuda")
     y = torch.ops.mrp_lightning.linear24(x, values, meta, None, compressed)
     assert why_wrong(y, x, weight) is None

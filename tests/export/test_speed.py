@@ -18,8 +18,8 @@ from export.loading import storage_bytes
 from export.speed import Decoder, Speed, Timing, measure, prefill, rows, take_turns, without_masks
 from export.to_sparse import main
 from mrp_lightning.errors import OptionError
+from mrp_sparse import packed_linear
 from mrp_sparse.formats.sparse24 import broken_groups
-from mrp_sparse.kernels import cusparselt
 from mrp_sparse.packed_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
@@ -307,14 +307,13 @@ def test_without_cuda_shapes_and_layouts_are_refused(tiny):
         shapes.main(["--shape", "llama2-7b"])
     (layer, *_) = packed_copy(tiny, prunable(tiny)).modules()
     layer = next(m for m in layer.modules() if isinstance(m, Sparse24Linear))
-    assert "runs on CUDA devices" in layer.compress()
+    assert "runs on CUDA devices" in layer.bfloat16().compress()
     assert layer.compressed is None
 
 
 def test_a_layer_is_compressed_from_its_dense_weight(tiny, monkeypatch):
-    monkeypatch.setattr(cusparselt, "missing", lambda device: None)
-    monkeypatch.setattr(cusparselt, "refuse", lambda *_: None)
-    monkeypatch.setattr(cusparselt, "compress", lambda weight: weight.clone())
+    monkeypatch.setattr(packed_linear, "why_not_compressed", lambda *_: None)
+    monkeypatch.setattr(packed_linear, "compress_cusparselt", lambda weight: weight.clone())
     layer = Sparse24Linear.from_linear(tiny.model.layers[0].mlp.up_proj)
     assert layer.compress() is None
     assert torch.equal(layer.compressed, tiny.model.layers[0].mlp.up_proj.weight)

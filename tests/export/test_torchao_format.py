@@ -8,8 +8,8 @@ from torch.sparse import SparseSemiStructuredTensor
 from transformers import AutoModelForCausalLM
 
 import export
+from export.loading import why_not_torchao as why_not
 from export.to_sparse import main
-from export.torchao_tensors import why_not
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.targets.layers import is_linear
 

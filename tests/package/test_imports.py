@@ -42,7 +42,6 @@ ORDER = {
     "mrp_ground": ("errors", "arguments", "json_files", "environment", "upstream", "import_hook"),
     "mrp_sparse": ("formats", "kernels", "vllm"),
     "export": (
-        "torchao_tensors",
         "loading",
         "conversion",
         "speed",

@@ -141,11 +141,11 @@ def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheels["mrp_sparse"].name)
     code = (
         "import torch; from mrp_sparse.formats import bitmask;"
-        "from mrp_sparse.kernels import compiled, operator;"
+        "from mrp_sparse.kernels import library, operator;"
         "weight = torch.eye(8, 40).bfloat16(); values, bits = bitmask.pack(weight);"
         "x = torch.arange(120.0).view(3, 40).bfloat16(); offsets = bitmask.row_offsets(bits);"
         "y = operator.linear_bitmask(x, values, bits, offsets, None);"
-        "print(compiled.load(), torch.equal(y, x[:, :8]), compiled.__file__)"
+        "print(library.load(), torch.equal(y, x[:, :8]), library.__file__)"
     )
     loaded, is_right, file = run(runtime, "-c", code).split()
     assert (loaded, is_right) == ("True", "True")
