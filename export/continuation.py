@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TextStreamer
-from transformers.utils import logging as transformers_logging
 
 from export.loading import load, storage_bytes
 from mrp_ground.environment import machine
@@ -75,7 +74,6 @@ def generate(options: Namespace) -> None:
         DataError: The directory has no tokenizer, the prompt is empty, or the text would exceed the
             model's positions.
     """
-    transformers_logging.disable_progress_bar()
     device = device_named(options.device)
     print(f"On {machine(device)}\n")
     speeds = []

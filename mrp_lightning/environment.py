@@ -35,6 +35,20 @@ def silenced(logger: str, parts: Sequence[str]) -> Iterator[None]:
         logging.getLogger(logger).removeFilter(is_shown)
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide transformers' bars in this context, but not those of the hub's downloads."""
+    from transformers.utils import logging as transformers_logging  # loads torch
+
+    hook = transformers_logging.set_tqdm_hook(
+        lambda _, args, __: transformers_logging.EmptyTqdm(*args)
+    )
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(hook)
+
+
 ABSENT_DEVICES = ("GPU available: False", "TPU available: False", "HPU available: False")
 """Parts of Lightning's messages on accelerators that this machine lacks."""
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import logging as transformers_logging
 
+from mrp_lightning.environment import without_bars
 from mrp_lightning.errors import FormatError, counted, first_line
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -50,10 +50,8 @@ def tracked(items: Iterable[T], total: int | None, description: str) -> Iterator
 
 
 def silence_transformers() -> None:
-    """Silence transformers' messages below errors, and its bars if stderr is no terminal."""
+    """Silence transformers' messages below errors."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
 
 
 _REPLACED = {"config.json", "export_report.json"}
@@ -224,7 +222,8 @@ class Checkpoint:
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True  # `misfits` reports them
-        model, loading = model_class(config).from_pretrained(self.path, **options)
+        with without_bars():
+            model, loading = model_class(config).from_pretrained(self.path, **options)
         if problem := misfits(self.path, model, loading):
             raise FormatError(problem)
         return model

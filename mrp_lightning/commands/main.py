@@ -137,16 +137,17 @@ def command_named(name: str) -> Callable[[list[str]], None]:
 
 def _run_lightning(command: str, args: list[str] | None) -> None:
     with extra("cli", "This command"):
-        import jsonargparse  # noqa: F401
+        from mrp_lightning.commands.first_checks import check_words
+    check_words(command, (sys.argv[1:] if args is None else args)[1:])
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from mrp_lightning.commands.lightning_cli import PruningCLI
-    from mrp_lightning.commands.quiet import without_loading_bars
+    from mrp_lightning.environment import without_bars
     from mrp_lightning.signals import interruptible, unclaimed_signals
 
     try:
         # From the first file read on, since a trainer handles signals only between batches.
-        with interruptible(unclaimed_signals()), without_loading_bars():
+        with interruptible(unclaimed_signals()), without_bars():
             PruningCLI.of(command)(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())

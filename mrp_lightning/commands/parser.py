@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
@@ -90,13 +90,27 @@ def is_name(value: str) -> bool:
     return bool(value) and not value.endswith(_SUFFIXES) and not value.lstrip().startswith("{")
 
 
-def keys_given(args: Sequence[str], group: str) -> list[tuple[str, str]]:
-    """List the keys of a group of options, each with its origin, in the order of a command line.
+class Given(NamedTuple):
+    """A value of a command line, or of a file that it names.
 
-    The origin is the name of a file, or empty on the command line. jsonargparse reads the files
-    later, and reports what is wrong with them.
+    Attributes:
+        origin: The name of the file, or empty for a value of the command line itself.
+        key: The name of a group, a dot, and the name in that group with all that follows but
+            `init_args`, such as `data.num_samples`; or a name without a group.
+        value: The value in YAML, or the word of the command line.
     """
-    keys: list[tuple[str, str]] = []
+
+    origin: str
+    key: str
+    value: Any
+
+
+def values_given(args: Sequence[str]) -> list[Given]:
+    """List the values of a command line and of the files that it names, in their order.
+
+    jsonargparse reads the files later, and reports what is wrong with them.
+    """
+    values: list[Given] = []
     # A value may follow `=` or be the next word.
     for word, following in zip_longest(args, args[1:], fillvalue=""):
         name, equals, value = word.partition("=")
@@ -104,21 +118,28 @@ def keys_given(args: Sequence[str], group: str) -> list[tuple[str, str]]:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
             if name in ("--config", "-c"):
                 content = load_yaml(Path(value).read_text("utf-8"))
-                section = content.get(group) if isinstance(content, dict) else None
-                keys += _keys_of(section, value)
-            elif name == f"--{group}":
-                keys += _keys_of(value, "")
-        if name.startswith(f"--{group}."):
-            key = name.removeprefix(f"--{group}.").removeprefix("init_args.")
-            keys.append(("", key.partition(".")[0]))
-    return keys
+                for group, section in content.items() if isinstance(content, dict) else ():
+                    values += _values_of(str(group), section, value)
+            elif name.startswith("--"):
+                values += _values_of(name.removeprefix("--"), value, "")
+    return values
 
 
-def _keys_of(section: Any, origin: str) -> list[tuple[str, str]]:
-    """List the keys of a mapping, of YAML of one, or of a file, relative to its origin."""
-    if isinstance(section, str) and section.endswith(_SUFFIXES):
-        origin = str(Path(origin).parent / section)
-        section = load_yaml(Path(origin).read_text("utf-8"))
-    elif isinstance(section, str) and not is_name(section):
-        section = load_yaml(section)
-    return [(origin, str(key)) for key in section] if isinstance(section, dict) else []
+def _values_of(key: str, value: Any, origin: str) -> list[Given]:
+    """List the values of a group, which may be YAML or a file relative to its origin; or one."""
+    if "." in key:
+        return [Given(origin, key.replace(".init_args.", "."), value)]
+    if isinstance(value, str) and value.endswith(_SUFFIXES):
+        origin = str(Path(origin).parent / value)
+        value = load_yaml(Path(origin).read_text("utf-8"))
+    elif isinstance(value, str) and not is_name(value):
+        value = load_yaml(value)
+    if isinstance(value, dict):
+        return [Given(origin, f"{key}.{name}", each) for name, each in value.items()]
+    return [Given(origin, key, value)]
+
+
+def keys_given(args: Sequence[str], group: str) -> list[tuple[str, str]]:
+    """List the keys of a group of options, each with its origin, in the order of a command line."""
+    split = [(origin, key.split(".")) for origin, key, _ in values_given(args)]
+    return [(origin, names[1]) for origin, names in split if names[0] == group and names[1:]]

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from mrp_lightning.environment import ABSENT_DEVICES, progress_log, silenced
+from mrp_lightning.environment import ABSENT_DEVICES, progress_log, silenced, without_bars
 
 _NOISE: Mapping[str, tuple[str, ...]] = {
     # torchao, which transformers imports where it is installed: libraries for other devices, and
@@ -43,24 +43,6 @@ def without_noise() -> Iterator[None]:
 
 
 @contextmanager
-def without_loading_bars() -> Iterator[None]:
-    """Disable transformers' bars, but not those of the hub's downloads, which it disables, too."""
-    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    had_downloads = not are_progress_bars_disabled()
-    transformers_logging.disable_progress_bar()
-    if had_downloads:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Silence noise, bars and Lightning's messages below warnings; progress is still reported.
 
@@ -74,7 +56,7 @@ def quiet_lightning() -> Iterator[None]:
     progress_log.setLevel(logging.INFO)
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     try:
-        with without_noise(), without_loading_bars():
+        with without_noise(), without_bars():
             yield
     finally:
         warnings.formatwarning = formatwarning

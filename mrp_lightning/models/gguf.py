@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from mrp_lightning.devices import is_out_of_memory
-from mrp_lightning.environment import extra, progress_log, why_no_hub
+from mrp_lightning.environment import extra, progress_log, why_no_hub, without_bars
 from mrp_lightning.errors import DependencyError, FormatError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
@@ -128,7 +128,7 @@ def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> 
     progress_log.info("Dequantizing %s …", file)  # takes half a minute for 135M parameters
     model = build_without_weights(gguf_config(file))
     check_size(model, file.stat().st_size, file, is_packed=True)
-    with reading(file) as location:
+    with reading(file) as location, without_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **location,
             dtype=dtype or published,

@@ -27,7 +27,7 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import cached_file
 
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.environment import why_no_hub
+from mrp_lightning.environment import why_no_hub, without_bars
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError, counted
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -57,6 +57,9 @@ from mrp_lightning.models.integrity import (
 )
 from mrp_lightning.models.locations import find_gguf, is_path, require_model
 from mrp_lightning.upstream.other_names import conversions_at_loading, dtypes_kept
+
+_LONG = 10**9
+"""The bytes of weights from which loading takes so long that a line says what is done."""
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -191,6 +194,10 @@ def _load_pretrained(
     published = config.dtype
     if not options.get("trust_remote_code"):  # trusted code may build a model of any size
         _check_files(source, config, kind)
+    directory = Path(source).expanduser()
+    size = sum(file.stat().st_size for file in weight_files(directory)) if directory.is_dir() else 0
+    if size > _LONG:
+        log.info("Loading the %.1f GB of %s …", size / 1e9, source)
     with _explained_absence(source), explained_damage(source, options.get("revision")):
         model, loading = read_weights(
             kind, source, **found_at(source), dtype=dtype or "auto", **options
@@ -214,7 +221,8 @@ def read_weights(kind: Any, source: str | os.PathLike[str], /, *args: Any, **opt
     """
     # Wrong shapes are reported by the caller, by name.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, loading = kind.from_pretrained(*args, **options)
+    with without_bars():
+        model, loading = kind.from_pretrained(*args, **options)
     missing = loading["missing_keys"]
     if missing and not required(type(model), missing):
         log.warning(
@@ -222,7 +230,8 @@ def read_weights(kind: Any, source: str | os.PathLike[str], /, *args: Any, **opt
             "without one.",
             *(source, type(model).__name__),
         )
-        return kind.from_pretrained(*args, add_pooling_layer=False, **options)
+        with without_bars():
+            return kind.from_pretrained(*args, add_pooling_layer=False, **options)
     return model, loading
 
 

@@ -20,11 +20,12 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import logging as transformers_logging
 
+from mrp_lightning.environment import without_bars
 from mrp_lightning.errors import SaveError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import misfits, required
 from mrp_lightning.models.loading import as_dtype, cast, stored_dtype, wider_dtypes
-from mrp_lightning.models.streaming import StreamedBlocks, without_bars
+from mrp_lightning.models.streaming import StreamedBlocks
 from mrp_lightning.upstream.other_names import loading_weights_by
 from mrp_lightning.upstream.torch_names import without_compiled
 
@@ -66,7 +67,8 @@ def save_pretrained(
         wider = wider_dtypes(model, dtype, as_published=requested is None)
         state = cast(state, dtype, {without_compiled(name): x for name, x in wider.items()})
     try:
-        model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
+        with without_bars():
+            model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
         model.config.dtype = dtype  # save_pretrained writes the dtype in memory
         model.config.save_pretrained(directory)
     finally:

@@ -16,8 +16,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging as transformers_logging
 
+from mrp_lightning.environment import without_bars
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.loading import load_model
@@ -241,16 +241,6 @@ class StreamedBlocks(MovedBlocks):
                 f"The weights of {name or 'the model'} are not what they were when the model was "
                 "loaded. Load it again.\n" + "\n".join(problems)
             )
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Hide the progress bars that transformers shows while it loads weights."""
-    hook = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(hook)
 
 
 def _identity(file: Path) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
@@ -12,13 +13,16 @@ from types import ModuleType
 import pytest
 import warm
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from huggingface_hub.utils import tqdm as hub_tqdm
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import mrp_lightning
 import mrp_lightning.commands.main as command_line
+from mrp_lightning import CausalLM
 from mrp_lightning.commands.main import main
-from mrp_lightning.commands.quiet import without_loading_bars
+from mrp_lightning.environment import without_bars
 
 ROOT = Path(__file__).parents[2]
 CALLBACK = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
@@ -37,6 +41,13 @@ def arguments(tiny_llama: Path, text: Path) -> list[str]:
     ]
 
 
+@pytest.fixture
+def without_weights(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A model's directory that cannot be loaded, for mistakes that are refused before that."""
+    shutil.copy(tiny_llama / "config.json", tmp_path)
+    return tmp_path
+
+
 def said(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The message that ends the command."""
     capsys.readouterr()
@@ -52,12 +63,13 @@ def said(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--model.model=./absent"],  # before a model is loaded
-        ["--model.model=./absent", "--trainer.callbacks=[]"],
+        ["--model.model={without_weights}"],
+        ["--model.model={without_weights}", "--trainer.callbacks=[]"],
         ["--trainer.callbacks=callbacks.SaveEvaluation", "--trainer.callbacks.save_dir=out"],
     ],
 )
-def test_predict_with_nothing_that_prunes(options, arguments, capsys):
+def test_predict_with_nothing_that_prunes(options, arguments, without_weights, capsys):
+    options = [option.format(without_weights=without_weights) for option in options]
     assert "--trainer.callbacks=callbacks.MRPCallback" in said([*arguments, *options], capsys)
 
 
@@ -87,7 +99,7 @@ def test_a_mistake_in_yaml(yaml, wrong, arguments, tmp_path, capsys):
     ("option", "meant"),
     [
         ("--data.num_samples=many", "many"),
-        ("--data.num=3", "--data.num=3"),  # options are not abbreviated
+        ("--data.num=3", "--data.num`"),  # options are not abbreviated
         ("--pattern=2:4", "--pattern"),
         ("--config=none.yaml", "none.yaml"),
         ("run.yaml", "run.yaml"),
@@ -160,24 +172,35 @@ def test_a_start_names_nothing_that_is_not_there(tiny_llama, text, tmp_path):
     assert [line for line in lines if line.strip() and not known.match(line)] == []
 
 
-def test_bars_of_downloads_stay_where_those_of_loading_go(monkeypatch):
+def test_bars_of_downloads_stay_where_those_of_loading_go(monkeypatch, tiny_llama, capsys):
     monkeypatch.setattr(
         sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", None
     )
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
     enable_progress_bars()  # which an earlier command may have disabled
-    has_bars = transformers_logging.is_progress_bar_enabled
-    with without_loading_bars():
-        assert (are_progress_bars_disabled(), has_bars()) == (False, False)
-    assert (are_progress_bars_disabled(), has_bars()) == (False, True)
+
+    def shown(load):
+        load(tiny_llama)
+        state = are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
+        assert state == (False, True)
+        return capsys.readouterr().err
+
+    assert "Loading weights" in shown(AutoModelForCausalLM.from_pretrained)
+    assert "Loading weights" not in shown(CausalLM)
+    with without_bars():
+        assert "Loading weights" not in shown(AutoModelForCausalLM.from_pretrained)
+        with hub_tqdm(total=1, desc="Downloading") as bar:
+            bar.update()
+    assert "Downloading" in capsys.readouterr().err
+    assert "Loading weights" in shown(AutoModelForCausalLM.from_pretrained)
 
 
-def test_an_accelerator_that_is_not_there(arguments, capsys, monkeypatch):
+def test_an_accelerator_that_is_not_there(arguments, without_weights, capsys, monkeypatch):
     for accelerator in (CUDAAccelerator, MPSAccelerator):
         monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: False))
     for name in ("gpu", "cuda", "mps"):
         arguments[-2] = f"--trainer.accelerator={name}"
-        line = said([*arguments, "--model.model=./absent"], capsys)  # before a model is loaded
+        line = said([*arguments, f"--model.model={without_weights}"], capsys)
         assert f"Got {name}" in line
         assert "auto" in line
         assert "cpu" in line
@@ -260,8 +283,10 @@ def test_other_packages_add_commands(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [[], ["--trainer.callbacks.sparsity=0.5"]])
-def test_what_is_pruned_for_nothing_is_refused_before_a_model_is_loaded(options, arguments, capsys):
-    callback = [*CALLBACK[:1], *(options or CALLBACK[1:]), "--model.model=./absent"]
+def test_what_is_pruned_for_nothing_is_refused_before_a_model_is_loaded(
+    options, arguments, without_weights, capsys
+):
+    callback = [*CALLBACK[:1], *(options or CALLBACK[1:]), f"--model.model={without_weights}"]
     assert "`--trainer.callbacks.save_dir=DIR`" in said([*arguments, *callback], capsys)
 
 
@@ -284,7 +309,7 @@ def test_a_callback_without_a_pattern_is_explained_in_a_line(arguments, tmp_path
 def test_a_group_of_options_is_longer_than_the_name_of_a_file(arguments, capsys):
     data = {"train_files": ["a" * 200 + ".txt"] * 3}
     line = said([*arguments[:2], *CALLBACK, f"--data={json.dumps(data)}"], capsys)
-    assert "save_dir" in line  # the group of options is read
+    assert "no such file: aaa" in line  # the group of options is read
 
 
 def test_without_a_command_the_help_is_shown(capsys):
