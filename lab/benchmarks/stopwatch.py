@@ -25,7 +25,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "mask": [(type(mask), "bind") for mask in MASKS.values()],
     "sweep": [(compensations.ColumnSweep, "apply")],
-    "between blocks": [(compensations._Leading, "approach")],
+    "between blocks": [(compensations, "_approach")],
     "final solve": [(compensations, "_solve")],
     "losses": [(problem, "output_energy"), (prune_layers, "output_energy")],
 }

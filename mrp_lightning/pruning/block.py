@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from mrp_lightning.calibration.hessians import (
@@ -21,7 +20,6 @@ from mrp_lightning.calibration.walks import DenseStream, Walk
 from mrp_lightning.devices import return_freed_memory
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layers import (
-    Aim,
     Calibrated,
     prune_layers,
     put_layers_on_grid,
@@ -265,20 +263,16 @@ def _calibrated(
         log.warning("All inputs of %s are zero: nothing says which weights matter.", names)
         return "its inputs were zero in every token"
     hessian = hessian.to(first.weight.device)
-    aim = _aim(block, group, hessian.device)
-    return Calibrated(InputHessian(hessian, name=first.name), tokens, shared, aim)
-
-
-def _aim(block: WalkedBlock, group: InputGroup, device: torch.device) -> Aim | None:
-    if block.job.settings.target == "own":
-        return None
-    if block.dense is None:
-        return Aim(own="it is outside the blocks")
-    # The order of the reasons: outside of the blocks there is no dense stream, so that a shift
-    # cannot exist either, and the first reason is the one that explains it.
-    if group.shift is None:
-        return Aim(own="its inputs do not pair with the dense model's")
-    return Aim(group.shift.matrix().to(device))
+    shift, own_target = None, None
+    if block.job.settings.target == "dense":
+        if group.shift is not None:
+            shift = group.shift.matrix().to(hessian.device)
+        elif block.dense is None:
+            own_target = "it is outside the blocks"
+        else:
+            own_target = "its inputs do not pair with the dense model's"
+    inputs = InputHessian(hessian, name=first.name)
+    return Calibrated(inputs, tokens, shared, shift, own_target)
 
 
 def _report_of_layer(block: WalkedBlock, layer: Layer, task: str) -> None:

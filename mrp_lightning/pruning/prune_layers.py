@@ -26,20 +26,6 @@ from mrp_lightning.targets.layers import Layer
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Aim:
-    """The outputs that a layer approximates in a run with `target="dense"`."""
-
-    shift: Tensor | None = None  # of `InputShift`; None if the layer approximates its own outputs
-    own: str | None = None  # why it approximates its own outputs, for the report
-
-    def target(self, weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Tensor | None:
-        """Return the target weight (rows, columns), `None` for the layer's own."""
-        if self.shift is None:
-            return None
-        return dense_target(weight, self.shift, inputs.damped(recipe.damping))
-
-
 @dataclass(frozen=True, eq=False)
 class Calibrated:
     """The calibration statistics of an input that some layers share."""
@@ -47,12 +33,14 @@ class Calibrated:
     inputs: InputHessian
     tokens: int  # number of tokens that the layers saw; for an expert its own
     shared: float | None = None  # for an expert: the weight, 0 to 1, of all experts' Hessian in it
-    aim: Aim | None = None  # None without `target: dense`
+    shift: Tensor | None = None  # of `InputShift`; None if layers approximate their own outputs
+    own_target: str | None = None  # the reason why they do in spite of `target: dense`
 
-    @property
-    def own_target(self) -> str | None:
-        """The reason why layers approximate their own outputs in spite of `target: dense`."""
-        return None if self.aim is None else self.aim.own
+    def target(self, weight: Tensor, recipe: Recipe) -> Tensor | None:
+        """Return the target of a weight (rows, columns), `None` for its own outputs."""
+        if self.shift is None:
+            return None
+        return dense_target(weight, self.shift, self.inputs.damped(recipe.damping))
 
 
 def prune_layers(
@@ -105,8 +93,7 @@ class _Unpruned:
         """Return the problem to solve."""
         if self.is_pruned:
             log.info("%s already has the pattern %s", self.layer.name, self.recipe.pattern)
-        aim, inputs = calibrated.aim, calibrated.inputs
-        target = None if aim is None else aim.target(self.share, inputs, self.recipe)
+        target = calibrated.target(self.share, self.recipe)
         return LayerTask(self.weight, self.recipe, target, partial(progress, self.layer))
 
     def result(

@@ -32,7 +32,6 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.structure import Structure
-from mrp_lightning.pruning.balance import apply_factors
 from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import Job, Usage
@@ -194,7 +193,7 @@ class _Steps:
         block = self._block(k, self.walk, k, *layers_of_both, self.dense)
         # 1. The block is scaled first: the dense weights that are remembered have to fit the
         #    norms as these are from now on.
-        apply_factors(self.survey.factors, self.walk.blocks[k])
+        self.survey.scale(self.walk.blocks[k])
         block.remember(block.tuned)
         # 2. The weights change: as the journal has them, or by pruning.
         restored = self._restored(k, block)

@@ -10,7 +10,7 @@ from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, Ta
 from mrp_lightning.narrowing.structure import BLOCKS, STRUCTURES
 from mrp_lightning.pruning.arguments import BlockTuning as BlockTuning
 from mrp_lightning.pruning.arguments import PruningArguments
-from mrp_lightning.solver.columns import check_column_method
+from mrp_lightning.solver.columns import column_method
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
@@ -125,7 +125,7 @@ class Settings(PruningArguments):
                 f"{self.structure} of every block, the same number in each, so that an ordinary "
                 f"configuration describes it. Leave out {excluded}."
             )
-        check_column_method(self.method)
+        column_method(self.method)
         if self.bits is not None or self.grid is not None:
             raise OptionError(
                 f"`structure: {self.structure}` goes with no `bits` or `grid` in one run. Remove "

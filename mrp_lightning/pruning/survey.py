@@ -18,11 +18,12 @@ from mrp_lightning.calibration.offload import Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.balance import FACTOR, InputStudy
+from mrp_lightning.pruning.balance import FACTOR, InputStudy, apply_factors
 from mrp_lightning.pruning.block import LayerSolver, WalkedBlock
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.output_change import OutputChange
 from mrp_lightning.solver.patterns import Pattern, Unstructured
+from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
 
 _NAME = "survey"
@@ -66,6 +67,10 @@ class Survey:
     sparsities: Mapping[str, float] = field(default_factory=dict)
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     factors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scale(self, block: Block) -> None:
+        """Scale the weights and biases of a block, which must be dense, in place."""
+        apply_factors(self.factors, block)
 
     @classmethod
     def of(cls, conclusions: Mapping[str, Tensor]) -> "Survey":

@@ -24,7 +24,7 @@ from mrp_lightning.pruning.block import Remover, WalkedBlock, calibrated_inputs
 from mrp_lightning.pruning.prune_layers import Calibrated, measured
 from mrp_lightning.records.block_result import LayerResult
 from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.solver.columns import ColumnRecipe, ColumnSolution, remove_columns
+from mrp_lightning.solver.columns import ColumnSolution, remove_columns
 from mrp_lightning.solver.problem import TARGET_WEIGHT, Quality, output_energy
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
@@ -85,15 +85,16 @@ class UnitRemover(Remover):
         self, block: WalkedBlock, weights: Sequence[Tensor], group: int, calibrated: Calibrated
     ) -> ColumnSolution:
         """Remove the same columns of several weights."""
-        weight, aim = torch.cat(list(weights)), calibrated.aim
-        recipe = ColumnRecipe(
-            count=self._structure.count,
-            group=group,
-            method=self._recipe.method.name,
-            damping=self._recipe.damping,
+        weight, recipe = torch.cat(list(weights)), self._recipe
+        solution = remove_columns(
+            weight,
+            calibrated.inputs,
+            recipe.method,
+            recipe.damping,
+            self._structure.count,
+            group,
+            calibrated.target(weight, recipe),
         )
-        target = None if aim is None else aim.target(weight, calibrated.inputs, self._recipe)
-        solution = remove_columns(weight, calibrated.inputs, recipe, target)
         # All processes have the same sums, but different machines may round the solution
         # differently.
         like_first_ = block.job.processes.like_first_

@@ -53,39 +53,6 @@ class ColumnSolution(Quality):
     optimal_loss: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnRecipe:
-    """The arguments of `prune_columns`, which describes them and their errors."""
-
-    count: int
-    group: int = 1
-    method: str = "SM"
-    damping: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_column_method(self.method)
-        check_damping(self.damping)
-
-    @property
-    def parsed_method(self) -> Method:
-        """The mask and the compensation."""
-        return parse_method(self.method)
-
-    def check_groups(self, inputs: InputHessian) -> None:
-        """Raise an OptionError unless `count` of the groups of columns can be removed."""
-        columns, count, group = inputs.columns, self.count, self.group
-        if not is_count(group) or columns % group:
-            raise OptionError(
-                f"`group` must be a number of columns that divides the {columns} of "
-                f"{inputs.label}; got {group!r}."
-            )
-        if not is_count(count) or count >= columns // group:
-            raise OptionError(
-                f"`count` must be a number of groups from 1 to {columns // group - 1}, all but one "
-                f"of {inputs.label}; got {count!r}."
-            )
-
-
 @checked(errors=ERROR_OF_ARGUMENT)
 def prune_columns(
     weight: Tensor,
@@ -126,39 +93,58 @@ def prune_columns(
         TargetError: The weight is not a finite floating-point matrix, or a tensor is on the meta
             device or not dense.
     """
-    recipe = ColumnRecipe(count=count, group=group, method=method, damping=damping)
+    parsed = column_method(method)
+    check_damping(damping)
     require_dense(weight=weight, hessian=hessian)
     with torch.inference_mode(False), torch.no_grad():
-        return remove_columns(weight, InputHessian(hessian.detach().to(weight.device)), recipe)
+        inputs = InputHessian(hessian.detach().to(weight.device))
+        return remove_columns(weight, inputs, parsed, damping, count, group)
 
 
-def check_column_method(method: str) -> None:
-    """Raise a MethodError for a method that does not remove whole columns, or does not exist."""
-    name = parse_method(method).name
+def column_method(name: str) -> Method:
+    """Return a method that removes whole columns; raise a MethodError for a name of no such one."""
+    method = parse_method(name)
     if name not in METHODS:
         raise MethodError(
             f"The method {name} does not remove whole columns. Take one of {', '.join(METHODS)}."
         )
+    return method
 
 
 def remove_columns(
-    weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe, target: Tensor | None = None
+    weight: Tensor,
+    inputs: InputHessian,
+    method: Method,
+    damping: float,
+    count: int,
+    group: int,
+    target: Tensor | None = None,
 ) -> ColumnSolution:
-    """Remove whole columns as `prune_columns` does, with a Hessian that is checked already.
+    """Remove whole columns as `prune_columns` does, with arguments that are checked already.
 
     Set and compensation are computed for the `target` (see `dense_target`), if there is one,
     instead of the dense weight.
     """
     check_weight(weight, inputs)
-    recipe.check_groups(inputs)
+    columns = inputs.columns
+    if not is_count(group) or columns % group:
+        raise OptionError(
+            f"`group` must be a number of columns that divides the {columns} of {inputs.label}; "
+            f"got {group!r}."
+        )
+    if not is_count(count) or count >= columns // group:
+        raise OptionError(
+            f"`count` must be a number of groups from 1 to {columns // group - 1}, all but one of "
+            f"{inputs.label}; got {count!r}."
+        )
     # In float64: the set is a sequence of choices between nearly equal losses, each of which
     # depends on all updates before it.
     aim = (weight if target is None else target).double()
-    removed, column_set, measures = _choose_columns(aim, inputs, recipe)
+    removed, column_set, measures = _choose_columns(aim, inputs, method, damping, count, group)
     if column_set is None:
-        optimum = aim.masked_fill(removed.repeat_interleave(recipe.group), 0)
+        optimum = aim.masked_fill(removed.repeat_interleave(group), 0)
     else:
-        live, damped = aim.masked_fill(inputs.dead, 0), inputs.damped(recipe.damping).double
+        live, damped = aim.masked_fill(inputs.dead, 0), inputs.damped(damping).double
         optimum = column_set.optimum(aim, live)
         # The gap measures the solver, so it is taken after rounding to the dtype of the
         # computation, not to a narrower dtype of the weight.
@@ -175,7 +161,7 @@ def remove_columns(
     lost, missed = (
         output_energy(result.to(exact) - start.to(exact), inputs.hessian) for start in (weight, aim)
     )
-    measures = {"damping_ratio": recipe.damping, "swaps": 0} | measures
+    measures = {"damping_ratio": damping, "swaps": 0} | measures
     return ColumnSolution(
         weight=result,
         removed=removed,
@@ -188,14 +174,13 @@ def remove_columns(
 
 
 def _choose_columns(
-    weight: Tensor, inputs: InputHessian, recipe: ColumnRecipe
+    weight: Tensor, inputs: InputHessian, method: Method, damping: float, count: int, group: int
 ) -> tuple[Tensor, "ColumnSet | None", dict[str, Any]]:
     """Choose the groups of columns to remove from a weight (rows, columns), float64.
 
     Returns bool (groups,), True = removed, the set with what its compensation needs, if the method
     compensates, and the measures of a greedy choice.
     """
-    method, count, group = recipe.parsed_method, recipe.count, recipe.group
     is_greedy = method.mask.needs_inverse
     removed = torch.zeros(inputs.columns // group, dtype=torch.bool, device=weight.device)
     # 1. Magnitude and wanda rank the groups by the weights as they are, whatever follows.
@@ -206,7 +191,7 @@ def _choose_columns(
     # 2. Columns of dead inputs add nothing to an output. As zeros in C = WᵀW they cost nothing, so
     # they are removed first, and no exchange for them gains anything.
     live = weight.masked_fill(inputs.dead, 0)
-    inverse, covariance = inputs.damped(recipe.damping).double.inverse, live.T @ live
+    inverse, covariance = inputs.damped(damping).double.inverse, live.T @ live
     if not is_greedy:
         return removed, ColumnSet(inverse, covariance, removed, group), {}
     # 3. The greedy set is a start only: the first groups were chosen when all later ones were still
@@ -233,15 +218,7 @@ def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> l
     For a weight W with Hessian H, A = H⁻¹ and C = WᵀW. When the columns P are removed, A becomes
     A_KK − A_KP A_PP⁻¹ A_PK = (H_KK)⁻¹ on the kept columns K, and C becomes WᵀW of their optimum.
     Removing the group J next costs ½·tr(A_JJ⁻¹ C_JJ), with the present A and C.
-
-    Args:
-        inverse: A, (columns, columns).
-        covariance: C, (columns, columns).
-        count: Number of groups to remove.
-        width: Columns of a group.
-
-    Returns:
-        The removed groups, in the order of their removal.
+    Returns `count` groups of `width` columns, in the order of their removal.
     """
     inverse, covariance = inverse.clone(), covariance.clone()
     inverse_blocks = _diagonal_blocks(inverse, width)
@@ -306,8 +283,7 @@ class ColumnSet:
 
     def __init__(self, inverse: Tensor, covariance: Tensor, removed: Tensor, width: int) -> None:
         self.removed, self._width = removed, width
-        is_removed = removed.repeat_interleave(width)
-        p, k = is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
+        p, k = self._columns
         schur = torch.linalg.inv(inverse[p][:, p])
         schur = (schur + schur.T) / 2
         reach = -inverse[k][:, p] @ schur

@@ -9,7 +9,6 @@ import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -266,104 +265,92 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
             matrices = schur[lead, lead], inverse[lead, lead]
             delicate = damped.delicate[: bisect_left(places, stop)]
             thorough = number <= renewal or number % renewal == 0
-            iterations += _Leading(*weights, *matrices, delicate).approach(thorough=thorough)
+            iterations += _approach(*weights, matrices, delicate, thorough=thorough)
             problem.progress(f"columns {stop}/{columns}")
     return x, pruned, iterations
 
 
-@dataclass(frozen=True, eq=False)
-class _Leading:
-    """The problem in the columns up to b alone, and the state of its solution."""
+def _approach(
+    weight: Tensor,
+    x: Tensor,
+    gradient: Tensor,
+    pruned: Tensor,
+    matrices: tuple[Tensor, Tensor],
+    delicate: Tensor,
+    *,
+    thorough: bool,
+) -> int:
+    """Bring x near the optimum, as near as the choice of the next block's weights needs.
 
-    weight: Tensor  # w, (rows, b)
-    x: Tensor  # (rows, b), changes in place
-    gradient: Tensor  # (w − x)G, (rows, b), changes in place
-    pruned: Tensor  # bool (rows, b), True = removed
-    matrix: Tensor  # G, (b, b)
-    inverse: Tensor  # G⁻¹, (b, b)
-    delicate: Tensor  # the columns whose products are not rounded
+    The problem is that in the columns up to b alone: `weight`, `pruned`, x and its gradient
+    (w − x)G are (rows, b), of which the last two change in place; the matrices are G and G⁻¹,
+    (b, b); products with the columns `delicate` are not rounded.
 
-    def approach(self, *, thorough: bool) -> int:
-        """Bring x near the optimum, as near as the choice of the next block's weights needs.
+    Returns the number of iterations. As each block's solution is only a start for the next one,
+    1. the energies of the preconditioned gradient stop the iteration, without a certificate;
+    2. products are rounded to bfloat16 on devices with units for it;
+    3. with rounded products, an approach that is not `thorough` takes at most two steps, and its
+       gradient is the sum of these; a thorough one renews the gradient as (w − x)G, which costs as
+       much as two rounded products on a CPU, and twelve on a GPU;
+    4. rounded steps may lead away from the optimum if the matrix is ill-conditioned: if the loss is
+       no lower, it starts again in full.
+    """
+    rounds = weight.dtype == torch.float32 and has_bfloat16_units(weight.device)
+    matrix, inverse = matrices
+    products = full = full_product(matrix), full_product(inverse)
+    if rounds:
+        products = rounded_product(matrix, delicate), rounded_product(inverse, delicate)
+    limit = _LIMIT_BETWEEN_BLOCKS if thorough or not rounds else _BRIEF
 
-        Returns the number of iterations. As each block's solution is only a start for the next one,
-        1. the energies of the preconditioned gradient stop the iteration, without a certificate;
-        2. products are rounded to bfloat16 on devices with units for it;
-        3. with rounded products, an approach that is not `thorough` takes at most two steps, and
-           its gradient is the sum of these; a thorough one renews the gradient as (w − x)G, which
-           costs as much as two rounded products on a CPU, and twelve on a GPU;
-        4. rounded steps may lead away from the optimum if the matrix is ill-conditioned: if the
-           loss is no lower, it starts again in full.
-        """
-        matrices = self.matrix, self.inverse
-        if self.matrix.dtype == torch.float32 and has_bfloat16_units(self.matrix.device):
-            rounded = [rounded_product(matrix, self.delicate) for matrix in matrices]
-            steps = by_rows(
-                lambda rows: _Approach(self, rows).rounded(*rounded, thorough=thorough),
-                *self.weight.shape,
-            )
-        else:
-            steps = by_rows(lambda rows: _Approach(self, rows).full(), *self.weight.shape)
-        return max(steps, default=0)
+    def approach(some: slice) -> int:
+        system = _Rows(weight[some], x[some], gradient[some], pruned[some])
+        try:
+            steps = system.descend(*products, limit)
+            if rounds:
+                if thorough:
+                    system.renew(matrix)
+                # `not … <` also starts again from NaN.
+                if steps and not float(system.losses().sum()) < float(system.first_losses.sum()):
+                    system.reset()
+                    system.renew(matrix)  # the start's may be a sum of rounded steps
+                    steps += system.descend(*full, limit)
+        except (MemoryError, RuntimeError):  # `by_rows` tries again with fewer rows
+            system.reset()
+            raise
+        return steps
+
+    return max(by_rows(approach, *weight.shape), default=0)
 
 
-class _Approach:
-    """The iteration of some rows of x towards their optimum."""
+class _Rows:
+    """Some rows of the problem of `_approach`, with the state that they started from."""
 
-    def __init__(self, leading: _Leading, rows: slice) -> None:
-        self.leading, self.weight = leading, leading.weight[rows]
-        self.x, self.gradient = leading.x[rows], leading.gradient[rows]
-        self.kept = (~leading.pruned[rows]).to(self.weight.dtype)
-        self.start = self.x.clone(), self.gradient.clone()
+    def __init__(self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor) -> None:
+        self.weight, self.x, self.gradient = weight, x, gradient
+        self.kept = (~pruned).to(weight.dtype)
+        self.start = x.clone(), gradient.clone()
         # Neither the losses nor the energies contain the factor ½: their ratio is the gap.
-        self.losses = ((self.weight - self.x) * self.gradient).sum(1)
+        self.first_losses = self.losses()
 
-    def full(self) -> int:
-        """Approach the optimum with full products; return the iterations."""
-        matrix, inverse = self.leading.matrix, self.leading.inverse
-        with self._undone_by_errors():
-            return self._descend(full_product(matrix), full_product(inverse))
+    def losses(self) -> Tensor:
+        """Return (w − x)G(w − x)ᵀ of each row, by the present gradient: (rows,)."""
+        return ((self.weight - self.x) * self.gradient).sum(1)
 
-    def rounded(self, times_matrix: Product, times_inverse: Product, *, thorough: bool) -> int:
-        """Approach the optimum with rounded products; return the iterations."""
-        limit = _LIMIT_BETWEEN_BLOCKS if thorough else _BRIEF
-        with self._undone_by_errors():
-            steps = self._descend(times_matrix, times_inverse, limit)
-            if thorough:
-                self._renew()
-            # `not … <` also starts again from NaN.
-            loss = float(((self.weight - self.x) * self.gradient).sum())
-            if steps and not loss < float(self.losses.sum()):
-                self._reset()
-                self._renew()  # the start's own gradient may be a sum of rounded steps
-                full = full_product(self.leading.matrix), full_product(self.leading.inverse)
-                steps += self._descend(*full, limit)
-            return steps
-
-    def _descend(
-        self, times_matrix: Product, times_inverse: Product, limit: int = _LIMIT_BETWEEN_BLOCKS
-    ) -> int:
+    def descend(self, times_matrix: Product, times_inverse: Product, limit: int) -> int:
+        """Take at most `limit` steps towards the optimum; return their number."""
         precondition = InverseOnKept(times_inverse, self.kept)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
-        descent.descend_rows(_GAP_BETWEEN_BLOCKS * self.losses, limit)
+        descent.descend_rows(_GAP_BETWEEN_BLOCKS * self.first_losses, limit)
         return descent.iterations
 
-    def _renew(self) -> None:
+    def renew(self, matrix: Tensor) -> None:
         """Compute the gradient anew: steps with rounded products only add to it."""
-        torch.mm(self.weight - self.x, self.leading.matrix, out=self.gradient)
+        torch.mm(self.weight - self.x, matrix, out=self.gradient)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Undo all steps."""
         self.x.copy_(self.start[0])
         self.gradient.copy_(self.start[1])
-
-    @contextmanager
-    def _undone_by_errors(self) -> Iterator[None]:
-        """Undo the steps if there is not enough memory: `by_rows` tries again with fewer rows."""
-        try:
-            yield
-        except (MemoryError, RuntimeError):
-            self._reset()
-            raise
 
 
 def _solve(

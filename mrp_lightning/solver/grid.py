@@ -143,11 +143,6 @@ class Grid:
         return max(map(abs, self.codebook))
 
     @property
-    def whole_groups(self) -> bool:
-        """Whether rows are stored in whole groups, as engines' types are."""
-        return self.name is not None
-
-    @property
     def engine(self) -> str | None:
         """The engine whose type this is: "vLLM" for integers, "llama.cpp", or none."""
         if self.name is None:
@@ -161,7 +156,8 @@ class Grid:
 
     def divides(self, columns: int) -> bool:
         """Return whether rows of so many columns can be stored."""
-        return not self.whole_groups or columns % self.columns_together == 0
+        # Those of engines' types are stored in whole groups.
+        return self.name is None or columns % self.columns_together == 0
 
     @property
     def needs_parameters(self) -> bool:
@@ -245,10 +241,6 @@ class Grid:
             units = torch.where((units == 0) & fitting, tried, units)
         units = torch.where(largest == 0, 1, units)
         return units.expand_as(exact).flatten(1).to(scales.dtype)
-
-    def nearest(self, ratios: Tensor) -> Tensor:
-        """Return the codes nearest to weights divided by their scales, in the dtype of these."""
-        return self.nearest_(ratios.clone())
 
     def nearest_(self, ratios: Tensor) -> Tensor:
         """Replace weights divided by their scales by the nearest codes, and return them."""
@@ -485,7 +477,7 @@ def _fit_scales(
         if not len(row):
             continue
         targets, factors = values[row, group], scale[possible][:, None]
-        chosen = grid.nearest(targets / factors)
+        chosen = grid.nearest_(targets / factors)
         fits = ((chosen * factors).to(dtype) == targets).all(1)
         fitting = possible.masked_scatter(possible, fits)
         first = (fitting & (fitting.cumsum(0) == 1))[possible]

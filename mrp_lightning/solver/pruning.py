@@ -25,7 +25,7 @@ from mrp_lightning.solver.problem import (
     require_dense,
     require_in_range,
 )
-from mrp_lightning.solver.quantisation import gather_parameters, on_grid
+from mrp_lightning.solver.quantisation import on_grid
 from mrp_lightning.solver.recipe import Method, Recipe
 
 
@@ -213,11 +213,25 @@ def _check_columns(task: LayerTask, inputs: InputHessian) -> None:
 def _remove(inputs: InputHessian, processes: Processes, task: LayerTask) -> _Solved:
     """Choose the weights to remove, and compensate for them."""
     recipe, method, dtype = task.recipe, task.recipe.method, task.weight.dtype
-    problem = recipe.problem(task.weight, inputs, task.progress, processes)
-    # The loss of the result is measured from the dense weight, also if there is a target.
-    dense = problem.weight
-    if task.target is not None:
-        problem = replace(problem, weight=task.target.to(dense.dtype))
+    rows, columns = task.weight.shape
+    # Either dtype decides: float32 would round a float64 Hessian as it would a weight.
+    wide = torch.float64 in (dtype, inputs.dtype)
+    # The share comes before the conversion, which would copy the rows of all processes, too. The
+    # loss of the result is measured from this dense weight, also if there is a target.
+    share = task.weight.detach()[processes.share(rows)]
+    dense = share.to(torch.float64 if wide else torch.float32)
+    problem = Problem(
+        weight=dense if task.target is None else task.target.to(dense.dtype),
+        result_dtype=dtype,
+        inputs=inputs,
+        pattern=recipe.pattern,
+        # A mask that is not chosen by block is chosen for all columns at once.
+        block_size=min((method.mask.by_block and recipe.block_size) or columns, columns),
+        damping=recipe.damping,
+        progress=task.progress,
+        processes=processes,
+        rows=rows,
+    )
     removes = not task.is_pruned and not isinstance(recipe.pattern, Dense)
     if removes:
         result = method.compensation.apply(problem, method.mask)
@@ -250,11 +264,7 @@ def _on_grid(solved: list[_Solved]) -> list[_Solved]:
     finished, sizes = [], [len(result.weight) for result in results]
     of_layers = zip(solved, rounded.split(sizes), parameters.split(sizes), strict=True)
     for each, weight, of_layer in of_layers:
-        problem, dtype, zeros_loss = (
-            each.problem,
-            each.task.weight.dtype,
-            each.target_loss,
-        )
+        problem, dtype, zeros_loss = each.problem, each.task.weight.dtype, each.target_loss
         if each.task.target is not None:
             zeros_loss = problem.loss(each.result.cast(dtype), each.dense)
         result = replace(each.result, weight=weight)
@@ -279,7 +289,7 @@ def _solution(layer: _Solved, processes: Processes) -> Solution:
     require_in_range(gathered, inputs.label)
     aims, parameters = task.target is not None, layer.grid_parameters
     if parameters is not None:
-        parameters = gather_parameters(parameters, rows, processes)
+        parameters = parameters.map(lambda x: processes.gather_rows(x.contiguous(), rows).cpu())
     return Solution(
         weight=gathered,
         pruned=processes.gather_rows(result.pruned.contiguous(), rows),

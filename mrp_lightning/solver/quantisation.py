@@ -16,7 +16,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mrp_lightning.processes import Processes
 from mrp_lightning.solver.arithmetic import by_rows, split_range
 from mrp_lightning.solver.grid import Grid, GridParameters
 from mrp_lightning.solver.hessian import DampedHessian
@@ -75,11 +74,6 @@ def on_grid(
 
     by_rows(quantise, *weight.shape)
     return quantised, chosen
-
-
-def gather_parameters(share: GridParameters, rows: int, processes: Processes) -> GridParameters:
-    """Concatenate the parameters of the rows of all processes, on the CPU."""
-    return share.map(lambda tensor: processes.gather_rows(tensor.contiguous(), rows).cpu())
 
 
 class _Descent:

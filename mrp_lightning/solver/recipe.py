@@ -1,15 +1,10 @@
 """The recipe of a pruning: its checked amount, method, block size and damping."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mrp_ground.arguments import is_count, is_number
 from mrp_lightning.errors import OptionError, PatternError
-from mrp_lightning.processes import Processes
 from mrp_lightning.solver.amount import Amount
 from mrp_lightning.solver.arguments import NAMED as NAMED
 from mrp_lightning.solver.arguments import LayerSettings as LayerSettings
@@ -21,9 +16,7 @@ from mrp_lightning.solver.compensations import (
     NoCompensation,
     SweptCompensation,
 )
-from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
-from mrp_lightning.solver.problem import Problem
 
 MASKS: dict[str, Mask] = {
     mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval(), Joint())
@@ -116,37 +109,6 @@ class Recipe(Amount):
             block_size=settings.block_size,
             damping=settings.damping,
         )
-
-    def problem(
-        self,
-        weight: Tensor,
-        inputs: InputHessian,
-        progress: Callable[[str], None],
-        processes: Processes,
-    ) -> Problem:
-        """Return the problem of this process's rows of a weight (rows, columns)."""
-        rows = len(weight)
-        # Either dtype decides: float32 would round a float64 Hessian as it would a weight.
-        wide = torch.float64 in (weight.dtype, inputs.dtype)
-        # The share comes before the conversion, which would copy the rows of all processes, too.
-        share = weight.detach()[processes.share(rows)]
-        return Problem(
-            weight=share.to(torch.float64 if wide else torch.float32),
-            result_dtype=weight.dtype,
-            inputs=inputs,
-            pattern=self.pattern,
-            block_size=self.columns_together(inputs.columns),
-            damping=self.damping,
-            progress=progress,
-            processes=processes,
-            rows=rows,
-        )
-
-    def columns_together(self, columns: int) -> int:
-        """Return how many columns the mask chooses at once: `block_size`, or all `columns`."""
-        if self.block_size is None or not self.method.mask.by_block:
-            return columns
-        return min(self.block_size, columns)
 
 
 def check_damping(damping: float) -> None:

@@ -14,7 +14,6 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.blocks import Block, find_blocks
 
 Batches = list[dict[str, Tensor]]
-FAMILIES = ["llama", "gemma3_text", "opt", "bloom", "gpt2", "mamba"]
 
 
 def block_io(model: nn.Module, block: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -69,45 +68,10 @@ def runner(model: nn.Module) -> Callable[[Any], Any]:
     return lambda batch: model(**batch)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_each_block_runs_as_in_the_model_pruned_so_far(family, build, batches):
-    model = build(family)
-    walk = choose_walk(runner(model), batches, find_blocks(model))
-    assert isinstance(walk, Inject)
-    assert worst_error(walk, model, batches) < 1e-5
-
-
 @torch.no_grad()
 def test_rerun_runs_each_block_as_in_the_model_pruned_so_far(build, batches):
     model = build("gemma3_text")
     assert worst_error(Rerun(runner(model), batches, find_blocks(model)), model, batches) < 1e-6
-
-
-class FirstBlocksArguments(Inject):
-    """The classic mistake: every block is replayed with the arguments of block 0."""
-
-    def output(self, k: int, i: int) -> Any:
-        arguments = {}
-
-        def pre(module, args, kwargs):
-            arguments["args"], arguments["kwargs"] = args, kwargs
-
-        handle = self.blocks[0].module.register_forward_pre_hook(pre, with_kwargs=True)
-        self.forward(self.batches[i])
-        handle.remove()
-        stored = self.hidden[i][k - 1] if k else arguments["args"][0]
-        return self.blocks[k].module(stored, *arguments["args"][1:], **arguments["kwargs"])
-
-
-@pytest.mark.parametrize(("family", "is_wrong"), [("gemma3_text", True), ("opt", False)])
-@torch.no_grad()
-def test_the_first_blocks_arguments_would_be_wrong_for_gemma3(family, is_wrong, build, batches):
-    model = build(family)
-    model.config.use_cache = False
-    blocks = find_blocks(model)
-    walk = FirstBlocksArguments(runner(model), batches, blocks, [None] * len(blocks))
-    assert (worst_error(walk, model, batches) > 0.1) is is_wrong
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
-from mrp_lightning import BlockTuning, CausalLM, OptionError, Trainer, prune_weight
+from mrp_lightning import BlockTuning, CausalLM, Trainer, prune_weight
 from mrp_lightning.pruning import block
 from mrp_lightning.solver.grid import decompose, grid_of_bits
 
@@ -24,7 +24,6 @@ TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
             0.7,
         ),
         (torch.bfloat16, {"bits": 4, "tuning": TUNING}, 0),
-        (torch.float32, {"sparsity": 0.5, "bits": 8, "tuning": TUNING}, 0.5),
     ],
 )
 def test_what_is_saved_lies_on_its_grid(
@@ -48,8 +47,6 @@ def test_what_is_saved_lies_on_its_grid(
         assert row.grid.zeros_loss + row.grid.grid_loss == pytest.approx(row.loss)
         assert (row.grid.zeros_loss == 0) == (sparsity == 0 and "target" not in options)
     if "tuning" in options:
-        # Coarse grids move seldom in so few steps.
-        assert options["bits"] < 8 or any(block.epoch for block in callback.report.blocks)
         assert all(b.error_after <= b.error_before for b in callback.report.blocks)
     report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
     assert report["config"]["bits"] == options["bits"]
@@ -110,12 +107,3 @@ def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatc
             group.copy_((group / scale).round() * scale)
         change = (nearest - before).double()
         assert lost < float(((change @ hessian.double()) * change).sum()) / 2
-
-
-def test_what_does_not_go_is_refused_at_once():
-    with pytest.raises(OptionError, match="`bits` must be 3, 4 or 8"):
-        MRPCallback(pattern="2:4", bits=2)
-    with pytest.raises(OptionError, match="`bits` must be a whole number or None"):
-        MRPCallback(pattern="2:4", bits="4")
-    with pytest.raises(OptionError, match="all have the pattern dense"):
-        MRPCallback(bits=4, allocation="output")

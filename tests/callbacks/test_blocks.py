@@ -25,7 +25,7 @@ from mrp_lightning.pruning.shortening import shorten_model
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.plan import make_plan
 
-SHORTENED = ["llama", "qwen3", "gemma2", "granite", "gpt2", "gptj", "opt", "mixtral", "smollm3"]
+SHORTENED = ["llama", "gemma2", "gpt2", "gptj", "opt", "mixtral", "smollm3"]
 NOT_REPAIRED = {"gemma2", "mixtral"}  # a norm, and a sum of experts, come after the last layer
 REFUSED = {
     "deepseek_v3": "cannot lose blocks: no configuration of it describes the blocks that stay",

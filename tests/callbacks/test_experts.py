@@ -51,9 +51,7 @@ def experts_of(block):
     return block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "olmoe", "gpt_oss", "deepseek_v3", "qwen3_next"]
-)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_the_saved_model_is_ordinary_and_gives_the_same(family, tmp_path):
     """It has what was in the dense one: the kept experts, and the rows of the router for them."""
     model, inputs = build(family), batches(family)
@@ -174,8 +172,7 @@ def test_they_are_those_without_which_the_block_changes_least(family, monkeypatc
 @pytest.mark.parametrize(
     ("family", "options", "error", "message"),
     [
-        ("mixtral", {"sparsity": 0.75}, OptionError, "leave 1, fewer than the 2 that each token"),
-        ("mixtral", {"sparsity": 0.75}, OptionError, "Give at most 0.5"),
+        ("mixtral", {"sparsity": 0.75}, OptionError, "leave 1, fewer than the 2.* at most 0.5"),
         ("mixtral", {"sparsity": 0.1}, OptionError, "remove none. Give at least 0.25"),
         ("llama", {}, TargetError, "it has no experts that transformers stacks"),
         ("llama4_text", {}, TargetError, "it has no experts that transformers stacks"),

@@ -40,16 +40,6 @@ def test_all_of_it_together(precision, llama, loader, quiet, tmp_path):
         assert not parameter.is_inference()
 
 
-def test_the_stock_trainer_and_ours_give_the_same_weights(llama, loader, quiet, own):
-    ours, theirs = llama(), llama()
-    options = {"pattern": "2:4", "target": "dense", "tuning": TUNING}
-    Trainer(**quiet).predict(ours, loader, callbacks=MRPCallback(**options))
-    callback = MRPCallback(**options, offload=True)
-    pl.Trainer(callbacks=[callback], devices=1, **quiet).predict(own(theirs), loader)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_a_predict_step_without_gradients_cannot_be_tuned(llama, loader, quiet, own):
     class WithoutGradients(own):
         @torch.no_grad()

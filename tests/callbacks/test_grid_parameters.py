@@ -58,7 +58,7 @@ def assert_same(directory, other):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize(("name", "streaming"), zip(NAMES, (True, False, True), strict=True))
+@pytest.mark.parametrize(("name", "streaming"), [("q4_1", False), ("q4_k", True)])
 def test_kept_scales_give_the_checkpoint_also_if_tuned_interrupted_or_streamed(
     name, streaming, run, tmp_path
 ):

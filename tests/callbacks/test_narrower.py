@@ -27,17 +27,16 @@ from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.pruning.units import UnitRemover
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.grid import decompose, grid_of_bits
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 
 NEURONS = [
-    *("llama", "gemma2", "gemma3_text", "opt", "opt_350m", "gpt2", "gpt_neox", "gptj", "falcon"),
-    *("phi", "starcoder2", "granite", "olmo2", "bert", "distilbert", "vit", "t5"),
+    *("llama", "gemma2", "opt", "opt_350m", "gpt2", "gpt_neox", "gptj", "falcon", "phi"),
+    *("bert", "distilbert", "vit", "t5"),
 ]
-HEADS = ["llama", "qwen2", "qwen3", "gemma2", "phi", "starcoder2", "mixtral", "vit"]
+HEADS = ["llama", "qwen2", "qwen3", "gemma2", "phi", "mixtral", "vit"]
 REFUSED = {
     ("bloom", "neurons"): "has none of the entries",
     ("phi3", "neurons"): "gate_up_proj.weight holds several projections in one",
@@ -149,7 +148,6 @@ def test_what_does_not_go_with_it_is_refused_at_once(options, error, message):
     [
         (0.05, "neurons", "would remove none. Give at least"),
         (0.95, "neurons", "would leave none. Give at most"),
-        (0.1, "heads", "would remove none. Give at least 0.5"),
         (0.25, "heads", "of 2 heads a block would remove none. Give at least 0.5"),
     ],
 )
@@ -159,7 +157,7 @@ def test_too_little_and_too_much(sparsity, structure, message, llama, loader, tm
         narrower(model, loader, tmp_path, structure=structure, sparsity=sparsity)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "arcee", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_a_number_of_heads_that_transformers_refuses_is_refused_with_the_nearest(
     family, loader, tmp_path
 ):
@@ -234,24 +232,6 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_p
     assert again.report.resumed_blocks == 1
     for name, x in resumed.state_dict().items():
         assert torch.equal(x, model.state_dict()[name]), name
-
-
-def test_neurons_then_heads_then_zeros_on_a_grid(llama, loader, tmp_path):
-    """Runs can be chained, each on what the one before left."""
-    _, first = narrower(llama(), loader, tmp_path / "1", structure="neurons", sparsity=0.25)
-    _, second = narrower(CausalLM(first), loader, tmp_path / "2", structure="heads")
-    callback, third = narrower(
-        *(CausalLM(second), loader, tmp_path / "3"),
-        **{"pattern": "2:4", "sparsity": None, "bits": 4, "group_size": 8},
-    )
-    earlier = callback.report.provenance["pruned_before"]
-    assert [x.get("structure") for x in earlier] == ["neurons", "heads"]
-    loaded = AutoModelForCausalLM.from_pretrained(third)
-    assert loaded.config.intermediate_size == 32
-    assert loaded.config.num_key_value_heads == 1
-    assert loaded.config.head_dim == 8
-    for row in callback.report.pruned:
-        decompose(grid_of_bits(4, 8), loaded.get_submodule(row.name).weight)
 
 
 @pytest.mark.parametrize(

@@ -113,16 +113,15 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_command_ends_at_once_while_it_reads_text(number, status, tiny_llama, tmp_path):
+def test_a_command_ends_at_once_while_it_reads_text(tiny_llama, tmp_path):
     (tmp_path / "text.txt").write_text("import this\n" * 3000)
     options = [f"--model.model={tiny_llama}", f"--data.train_files={tmp_path / 'text.txt'}"]
     options += ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
     options.append(f"--trainer.callbacks.save_dir={tmp_path / 'out'}")
     process = Piped(["-c", SLOW, "predict", *options])
     assert "reading\n" in process.stdout
-    process.send_signal(number)
-    assert process.wait(timeout=50) == status  # reading takes 60 s
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=50) == 130  # reading takes 60 s
 
 
 def test_handlers_of_the_program_are_left_alone(

@@ -31,15 +31,19 @@ def _weights_in_disguise_are_dense(monkeypatch):
         monkeypatch.setattr(module, "why_not_plain", lambda *_, **__: None)
 
 
-BITS: list[dict[str, Any]] = [{"bits": 3}, {"bits": 4, "group_size": 32}, {"bits": 8}]
-
-
-@pytest.mark.parametrize("options", [*BITS, {"grid": "q4_0"}])
-@pytest.mark.parametrize("pattern", [None, "2:4"])
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"bits": 3}, None),
+        ({"bits": 4, "group_size": 32}, "2:4"),
+        ({"bits": 8}, None),
+        ({"grid": "q4_0"}, "2:4"),
+    ],
+)
 def test_bits_are_those_of_the_cpu(second, options, pattern):
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(32, 128, generator=generator)
-    inputs = torch.randn(300, 128, generator=generator) * torch.linspace(0.1, 2, 128)
+    weight = torch.randn(32, 64, generator=generator)
+    inputs = torch.randn(300, 64, generator=generator) * torch.linspace(0.1, 2, 64)
     hessian = 2 * inputs.T @ inputs / 300
     method = "SM" if pattern else "S+M"
 
@@ -72,14 +76,11 @@ def test_scales_and_minima_are_those_of_the_cpu(second, grid):
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mask J": {"pattern": "2:4", "method": "JM"},
-    "mask J alone": {"sparsity": 0.6, "method": "J+none"},
-    "mask J with bits": {"sparsity": 0.5, "method": "JM", "bits": 4, "targets": ["o_proj"]},
     "bits alone": {"method": "SM", "bits": 3, "targets": ["o_proj"]},
     "balanced bits": {"method": "SM", "bits": 4, "group_size": 16, "balance": True},
     "the head": {"pattern": "2:4", "method": "SM", "targets": ["lm_head", "down_proj"]},
     "a grid of the head": {"pattern": "2:4", "method": "SM", "head_grid": "q5_0"},
     "neurons": {"structure": "neurons", "sparsity": 0.25, "method": "SM"},
-    "heads": {"structure": "heads", "sparsity": 0.5, "method": "SM"},
     "experts": {"structure": "experts", "sparsity": 0.25, "method": "SM"},
 }
 

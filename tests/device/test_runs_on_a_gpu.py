@@ -32,7 +32,7 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"offload": True}, {"bits": 4, "targets": ["o_proj"]}])
+@pytest.mark.parametrize("options", [{"offload": True}, {"bits": 4, "targets": ["o_proj"]}])
 def test_the_saved_model_is_the_one_in_memory(device, options, tiny_llama, tmp_path):
     lm = CausalLM(tiny_llama)
     prune = MRPCallback(pattern="2:4", save_dir=tmp_path / "run", **options)
@@ -51,10 +51,9 @@ def test_a_streamed_run_equals_the_one_in_memory(device, tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("offload", [False, True])
-def test_own_text_calibrates(device, offload, tiny_llama, tmp_path):
+def test_own_text_calibrates(device, tiny_llama, tmp_path):
     text = {"num_samples": 4, "sequence_length": 32, "batch_size": 2}
-    lm, prune = CausalLM(tiny_llama), MRPCallback(sparsity=0.5, method="JM", offload=offload)
+    lm, prune = CausalLM(tiny_llama), MRPCallback(sparsity=0.5, method="JM", offload=True)
     data = TextDataModule(calibration="self", **text)
     trainer_on(torch.device(device)).predict(lm, datamodule=data, callbacks=[prune])
     assert prune.report.totals["sparsity"] == pytest.approx(0.5, abs=1e-3)

@@ -29,7 +29,7 @@ def plain(student, teacher, ids, mask):
     return by_token.sum() if mask is None else by_token[mask != 0].sum()
 
 
-FAMILIES = ["llama", "opt", "opt_350m", "bloom", "mamba", "gpt2", "gemma2", "cohere2", "granite"]
+FAMILIES = ["opt", "opt_350m", "bloom", "mamba", "gemma2", "cohere2", "granite"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,10 @@ def few_rows(monkeypatch):
     monkeypatch.setattr(module, "_LOGITS", 64 * 5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize(
+    ("name", "trains_head"),
+    [*((name, False) for name in FAMILIES), ("llama", True), ("gpt2", True)],
+)
 def test_loss_and_gradients_are_those_of_the_formula(name, trains_head, batches, monkeypatch):
     student, teacher = pair(name)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # so that nothing is rounded

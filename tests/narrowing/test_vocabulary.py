@@ -84,7 +84,7 @@ def test_the_words_that_stay(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_string_decodes_to_itself_and_words_map_one_to_one(kind, data):
     tokenizer, cut, _, _ = cut_of(kind)

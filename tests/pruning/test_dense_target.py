@@ -8,7 +8,7 @@ from torch import Tensor, nn
 DENSE = {"target": "dense"}
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
 @torch.no_grad()
 def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
     ours, theirs, dense = build(family), build(family), build(family)
@@ -37,13 +37,11 @@ def test_full_reruns_give_the_same_weights(build, batches, monkeypatch):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
 @torch.no_grad()
-def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
-    ours, theirs = build(family), build(family)
-    if family == "t5":
-        for batch in batches:
-            batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+def test_offload_gives_the_same_bits_and_leaves_no_hook(build, batches):
+    ours, theirs = build("t5"), build("t5")
+    for batch in batches:
+        batch["decoder_input_ids"] = batch["input_ids"][:, :7]
     prune_model(ours, batches, beyond=DENSE)
     prune_model(theirs, batches, beyond=DENSE, offload=True)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -130,7 +128,7 @@ def test_layers_whose_tokens_do_not_pair_keep_their_own_target_and_say_so(batche
     assert rows["head"].to_dict()["target"]["own"] == "it is outside the blocks"
 
 
-FAMILIES = ["bart", "bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mixtral", "rwkv", "t5"]
+FAMILIES = ["bart", "bloom", "falcon_h1", "gpt_oss", "mamba", "rwkv", "t5"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,7 +162,7 @@ def test_the_dense_stream_is_what_the_dense_model_computes(family, monkeypatch):
     report = prune_model(model, batches, forward=run, beyond=DENSE)
     assert max(worst) <= 1e-5
     assert len(report.pruned) > 0
-    if family in ("mixtral", "gpt_oss", "jamba"):
+    if family == "gpt_oss":
         experts = [row for row in report.pruned if ".experts." in row.name]
         assert experts
         assert all("do not pair" in row.target.own for row in experts)

@@ -26,7 +26,7 @@ def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [*(("llama", method) for method in ("magnitude", "wanda", "SS", "SM", "MM")), ("gpt2", "SM")],
+    [("llama", "magnitude"), ("llama", "SS"), ("gpt2", "SM")],
 )
 @torch.no_grad()
 def test_reports_the_true_loss_of_every_layer(family, method, build, batches):
@@ -50,7 +50,7 @@ def test_reports_the_true_loss_of_every_layer(family, method, build, batches):
         assert row.sparsity == pytest.approx(float((after == 0).float().mean()))
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "bart"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "bart"])
 @torch.no_grad()
 def test_what_padding_holds_does_not_matter(family, build, batches):
     ours, theirs = build(family), build(family)
@@ -71,7 +71,7 @@ def test_what_padding_holds_does_not_matter(family, build, batches):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
+@pytest.mark.parametrize("family", ["bloom", "gpt2"])
 @torch.no_grad()
 def test_padding_changes_nothing(family, build, batches):
     # In float64 the sums of other batches decide between no two weights.
@@ -88,13 +88,11 @@ def test_padding_changes_nothing(family, build, batches):
     assert_same_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
 @torch.no_grad()
-def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
-    ours, theirs = build(family), build(family)
-    if family == "t5":
-        for batch in batches:
-            batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+def test_offload_gives_the_same_bits_and_leaves_no_hook(build, batches):
+    ours, theirs = build("t5"), build("t5")
+    for batch in batches:
+        batch["decoder_input_ids"] = batch["input_ids"][:, :7]
     prune_model(ours, batches)
     prune_model(theirs, batches, offload=True)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -29,6 +29,7 @@ def test_tuning_may_be_said_in_two_ways(tuning):
         ({"target": "Dense"}, "`target` must be one of own, dense; got 'Dense'"),
         ({"allocation": "output", "pattern": "2:4"}, "all have the pattern 2:4"),
         ({"bits": 5}, "`bits` must be 3, 4 or 8; got 5"),
+        ({"bits": "4"}, "`bits` must be a whole number or None"),
         ({"bits": 4, "group_size": 0}, "`group_size` must be a positive number of columns"),
         ({"targets": []}, "`targets` is empty, so nothing would be pruned"),
         ({"group_size": 32}, "`group_size` 32 means nothing without `bits`"),

@@ -62,14 +62,11 @@ def exact_optimum(weight, matrix, pruned):
 
 def cheapest_combination(weights, inverse_block, num_removed):
     """Try every combination of one group; return its members."""
-    best = None
-    for combination in itertools.combinations(range(len(weights)), num_removed):
-        members = list(combination)
-        removed = weights[members]
-        cost = removed @ torch.linalg.solve(inverse_block[members][:, members], removed)
-        if best is None or cost < best[0]:
-            best = (cost, members)
-    return best[1]
+    members = torch.tensor(list(itertools.combinations(range(len(weights)), num_removed)))
+    corners = inverse_block[members[:, :, None], members[:, None, :]]
+    removed = weights[members]
+    costs = (removed * torch.linalg.solve(corners, removed[..., None])[..., 0]).sum(1)
+    return members[costs.argmin()].tolist()
 
 
 def choose_block(weights, inverse, start, mask, sparsity, pattern, already_removed):

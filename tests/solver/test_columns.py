@@ -13,8 +13,8 @@ from mrp_lightning.solver.columns import ColumnSet
 def layer(problem, truth):
     """A weight and the Hessian of its inputs, both in float64."""
 
-    def make(rows, columns):
-        weight, inputs = problem(rows=rows, columns=columns)
+    def make(rows, columns, seed=0):
+        weight, inputs = problem(rows=rows, columns=columns, seed=seed)
         return weight.double(), truth.hessian_of(inputs)
 
     return make
@@ -60,8 +60,8 @@ def test_it_is_the_optimum_of_its_own_set(layer, truth, method, group):
 def test_it_is_near_the_best_of_all_sets(layer, truth, columns, group, count):
     """No exchange of two groups is left that lowers the loss, and few sets are better."""
     ratios, greedy = [], []
-    for _ in range(6):
-        weight, hessian = layer(rows=5, columns=columns)
+    for seed in range(3):
+        weight, hessian = layer(rows=5, columns=columns, seed=seed)
         matrix = truth.damped(hessian)
         solution = prune_columns(weight, hessian, count, group=group)
         best = best_of_all(weight, matrix, count, group)
@@ -79,10 +79,10 @@ def test_it_is_near_the_best_of_all_sets(layer, truth, columns, group, count):
 
 @pytest.mark.parametrize("group", [1, 8])
 def test_greedy_removes_what_costs_least_each_time(layer, truth, group, monkeypatch):
-    weight, hessian = layer(rows=6, columns=160)
+    weight, hessian = layer(rows=6, columns=80)
     matrix = truth.damped(hessian)
-    gone = torch.zeros(160 // group, dtype=torch.bool)
-    for _ in range(9):
+    gone = torch.zeros(80 // group, dtype=torch.bool)
+    for _ in range(8):
         costs = {}
         for j in (~gone).nonzero()[:, 0].tolist():
             other = gone.clone()
@@ -90,7 +90,7 @@ def test_greedy_removes_what_costs_least_each_time(layer, truth, group, monkeypa
             costs[j], _ = optimum(weight, matrix, other.repeat_interleave(group))
         gone[min(costs, key=costs.get)] = True
     monkeypatch.setattr(ColumnSet, "swap", lambda _: 0)
-    solution = prune_columns(weight, hessian, 9, group=group)
+    solution = prune_columns(weight, hessian, 8, group=group)
     assert torch.equal(solution.removed, gone)
     assert solution.swaps == 0
     assert solution.greedy_loss == solution.optimal_loss == pytest.approx(min(costs.values()))

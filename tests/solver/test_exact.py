@@ -31,19 +31,18 @@ def true_gap(truth, solution, weight, matrix):
     return truth.loss(solution.weight, weight, matrix) / lowest - 1
 
 
-@pytest.mark.parametrize("arguments", PATTERNS + SPARSITIES, ids=str)
 @pytest.mark.parametrize("method", ENDING_IN_M)
-@pytest.mark.parametrize("block_size", [16, None])
-def test_it_is_the_optimum_of_its_own_removed_set(problem, truth, method, arguments, block_size):
-    if method == "MM" and "sparsity" in arguments:
-        pytest.skip("M chooses within groups")
+def test_it_is_the_optimum_of_its_own_removed_set(problem, truth, method):
     weight, inputs = problem(rows=16, columns=96)
     hessian = truth.hessian_of(inputs).float()
-    solution = prune_weight(weight, hessian, method=method, block_size=block_size, **arguments)
-    gap = true_gap(truth, solution, weight, truth.damped(hessian))
-    assert gap <= 1e-6
-    assert solution.gap <= 1e-6
-    assert solution.gap >= gap - 1e-8
+    for arguments in PATTERNS if method == "MM" else PATTERNS + SPARSITIES:
+        for block_size in (16, None) if method in ("SM", "MM") else (None,):
+            solution = prune_weight(
+                weight, hessian, method=method, block_size=block_size, **arguments
+            )
+            gap = true_gap(truth, solution, weight, truth.damped(hessian))
+            assert gap - 1e-8 <= solution.gap <= 1e-6, (arguments, block_size)
+            assert gap <= 1e-6
 
 
 def test_the_certificate_is_honest_wherever_the_iteration_stops(problem, truth):
@@ -102,15 +101,12 @@ def test_the_default_tolerance_is_that_of_the_dtype(problem, truth, dtype, toler
     assert other.iterations > by_default.iterations
 
 
-@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.5}, {"sparsity": 0.8}])
-@pytest.mark.parametrize("method", ["SM", "MM"])
-@pytest.mark.parametrize(("gap", "different"), [(_GAP_BETWEEN_BLOCKS, 0.03), (1e-4, 0.003)])
-def test_blocks_are_chosen_as_by_exact_algorithm_1(
-    problem, truth, monkeypatch, method, arguments, gap, different
-):
-    if method == "MM" and "sparsity" in arguments:
-        pytest.skip("M chooses within groups")
-    monkeypatch.setattr("mrp_lightning.solver.compensations._GAP_BETWEEN_BLOCKS", gap)
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("MM", {"pattern": "2:4"})]
+    + [("SM", x) for x in ({"pattern": "2:4"}, {"sparsity": 0.5}, {"sparsity": 0.8})],
+)
+def test_blocks_are_chosen_as_by_exact_algorithm_1(problem, truth, monkeypatch, method, arguments):
     weight, inputs = problem(rows=24, columns=128, seed=5)
     hessian = truth.hessian_of(inputs)
     given = dict(arguments)
@@ -120,11 +116,13 @@ def test_blocks_are_chosen_as_by_exact_algorithm_1(
         best, pruned = truth.algorithm_1(
             weight, truth.damped(hessian), block_size, mask=method[0], **given
         )
-        solution = prune_weight(
-            weight, hessian.float(), method=method, block_size=block_size, **arguments
-        )
-        assert solution.loss <= 1.005 * truth.loss(best, weight, hessian)
-        assert (solution.pruned != pruned).float().mean() < different
+        for gap, different in ((_GAP_BETWEEN_BLOCKS, 0.03), (1e-4, 0.003)):
+            monkeypatch.setattr("mrp_lightning.solver.compensations._GAP_BETWEEN_BLOCKS", gap)
+            solution = prune_weight(
+                weight, hessian.float(), method=method, block_size=block_size, **arguments
+            )
+            assert solution.loss <= 1.005 * truth.loss(best, weight, hessian)
+            assert (solution.pruned != pruned).float().mean() < different
 
 
 def test_removing_one_weight_follows_the_single_removal_formula(problem, truth):
@@ -196,7 +194,7 @@ def test_rows_in_float64_are_solved_in_chunks_on_a_cpu(problem, truth, monkeypat
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
+@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}], ids=str)
 def test_fewer_rows_are_solved_where_memory_is_short(
     error, arguments, problem, truth, monkeypatch, caplog
 ):
@@ -280,7 +278,7 @@ def test_products_may_be_rounded(problem, truth, monkeypatch, arguments):
 
 @pytest.mark.parametrize("arguments", [{"pattern": (2, 4)}, {"sparsity": 0.6}])
 def test_brief_approaches_between_blocks_follow_algorithm_1(problem, truth, monkeypatch, arguments):
-    weight, inputs = problem(rows=24, columns=256, seed=6)
+    weight, inputs = problem(rows=24, columns=128, seed=6)
     hessian = truth.hessian_of(inputs)
     units(monkeypatch, True)
     limits = []
@@ -290,9 +288,9 @@ def test_brief_approaches_between_blocks_follow_algorithm_1(problem, truth, monk
         "descend_rows",
         lambda self, targets, limit: limits.append(limit) or descend(self, targets, limit),
     )
-    best, _ = truth.algorithm_1(weight, truth.damped(hessian), 16, **arguments)
+    best, _ = truth.algorithm_1(weight, truth.damped(hessian), 8, **arguments)
     given = {"pattern": "2:4"} if "pattern" in arguments else arguments
-    solution = prune_weight(weight, hessian.float(), block_size=16, **given)
+    solution = prune_weight(weight, hessian.float(), block_size=8, **given)
     assert solution.loss <= 1.005 * truth.loss(best, weight, hessian)
     assert [limit == 2 for limit in limits] == [n > 4 and n % 4 > 0 for n in range(1, 16)]
 
@@ -355,14 +353,14 @@ def counted(product, calls):
 
 def test_rounding_is_not_tried_where_it_is_inflated_or_saves_nothing(truth):
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1500, 1024, generator=generator)
+    inputs = torch.randn(900, 512, generator=generator)
     assert InputHessian(truth.hessian_of(inputs).float()).damped(0.01).bfloat16_helps
     assert not InputHessian(truth.hessian_of(inputs[:, :511]).float()).damped(0.01).bfloat16_helps
-    for pairs, helps in ((8, True), (9, False)):
+    for pairs, helps in ((4, True), (5, False)):
         inputs[:, :pairs] = inputs[:, -pairs:] + 0.02 * inputs[:, :pairs]
         damped = InputHessian(truth.hessian_of(inputs).float()).damped(1e-4)
         assert damped.bfloat16_helps == helps
-        assert damped.delicate.tolist() == [*range(8), *range(1016, 1024)] or not helps
+        assert damped.delicate.tolist() == [*range(4), *range(508, 512)] or not helps
 
 
 def massive(inputs, columns, scale):
@@ -402,8 +400,8 @@ def test_delicate_columns_are_multiplied_in_full(problem, truth):
 def test_massive_activations_are_solved_in_float64_at_the_end_alone(
     problem, truth, monkeypatch, arguments, are_there
 ):
-    weight, inputs = problem(rows=24, columns=256, seed=6)
-    hessian = truth.hessian_of(massive(inputs, [5, 40, 41, 200], 1e3))
+    weight, inputs = problem(rows=16, columns=128, seed=6)
+    hessian = truth.hessian_of(massive(inputs, [5, 40], 1e3))
     units(monkeypatch, are_there)
     damped = InputHessian(hessian.float()).damped(1e-3)
     assert not damped.float32_suffices

@@ -137,8 +137,11 @@ def test_every_pair_ends_at_its_pattern_and_says_whether_it_needs_the_inverse(
     assert (solution.pruned.view(24, 16, 4).sum(2) == 2).all()
     assert (solution.weight[solution.pruned] == 0).all()
     assert (solution.gap is None) == (solution.iterations is None) == (not name.endswith("M"))
-    assert bool(asked) == parse_method(name).needs_inverse
-    assert bool(asked) == (name not in ("magnitude+none", "wanda+none"))
+    assert (
+        bool(asked)
+        == parse_method(name).needs_inverse
+        == (name not in ("magnitude+none", "wanda+none"))
+    )
 
 
 class OddColumns(Mask):

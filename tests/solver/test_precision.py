@@ -99,12 +99,6 @@ def test_settings_work_on_as_if_nothing_had_been(before):
         assert inside["cuda", "matmul"] in ("none", "ieee")
         assert inside["mkldnn", "matmul"] in ("none", "ieee")
     assert in_force() == untouched
-
-
-@pytest.mark.parametrize("before", BEFORE, ids=names)
-def test_settings_come_back_after_an_exception_and_from_within_itself(before):
-    apply(before)
-    untouched = in_force()
     with pytest.raises(KeyboardInterrupt), full_float32(CPU), full_float32(CPU):
         raise KeyboardInterrupt
     assert in_force() == untouched

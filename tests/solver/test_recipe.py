@@ -50,15 +50,6 @@ def test_the_tolerance_is_that_of_the_exact_compensation():
     assert recipe.method.compensation.tolerance == 1e-3
 
 
-@pytest.mark.parametrize(
-    ("method", "block_size", "expected"),
-    [("SM", 32, 32), ("SM", 128, 64), ("SM", None, 64), ("wanda+M", 32, 64), ("magnitude", 8, 64)],
-)
-def test_columns_chosen_together(method, block_size, expected):
-    recipe = Recipe.of(method=method, sparsity=0.5, block_size=block_size)
-    assert recipe.columns_together(64) == expected
-
-
 def test_prune_weight_takes_the_settings_of_a_layer():
     """It spells them out, since they are its public signature."""
     spelled = inspect.signature(prune_weight).parameters
