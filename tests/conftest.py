@@ -147,6 +147,22 @@ def tiny_gguf(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
+class Harmful:
+    """Leaves a directory behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def harmful(tmp_path: Path) -> Iterator[Harmful]:
+    yield Harmful(tmp_path / "ran")
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.fixture
 def build() -> Callable[[str], nn.Module]:
     """A tiny random model of a family, the same one on every call."""

@@ -35,7 +35,10 @@ def test_a_file_in_the_way_is_named_before_any_work(tmp_path, below):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
-        message = f"`--out` .*: expected a directory, but {re.escape(str(tmp_path / name))} is a"
+        kind = "a file" if name == "file" else "a link that leads nowhere"
+        message = (
+            f"`--out` .*: expected a directory, but {re.escape(str(tmp_path / name))} is {kind}"
+        )
         with pytest.raises(FileExistsError, match=message):
             check_output_dir(tmp_path / name / below, overwrite=True, argument="--out")
 
@@ -49,11 +52,8 @@ def test_a_mount_point_is_refused_as_it_cannot_be_renamed():
     "others",
     [
         (".git/HEAD",),
-        ("src/thesis.txt",),
-        ("notes/model.safetensors",),
         ("README.md",),
         ("models/a/b/weights.safetensors",),
-        ("report-figures/holiday/pic.png",),
         ("adapter.safetensors",),
         tuple(f"photo{i}.png" for i in range(9)),
     ],
@@ -69,26 +69,20 @@ def test_overwrite_never_costs_what_is_not_ours(others, tmp_path):
         check_output_dir(tmp_path / "proj", overwrite=True)
     assert sum(name in str(caught.value) for name in others) == min(len(others), 5)
     assert not any(f" {name}" in str(caught.value) for name in OURS)
-    with (
-        pytest.raises(FileExistsError),
-        save_directory(tmp_path / "proj", overwrite=True) as staging,
-    ):
-        (staging / "x").touch()
+    with pytest.raises(FileExistsError), save_directory(tmp_path / "proj", overwrite=True):
+        pytest.fail("it was replaced")
     assert content(tmp_path / "proj") == before
 
 
 def test_what_appeared_meanwhile_is_not_replaced_either(tmp_path):
+    """An empty directory of others counts, too."""
     make(tmp_path / "model", *OURS)
     with (
         pytest.raises(FileExistsError, match=r"thesis\.txt"),
         save_directory(tmp_path / "model", overwrite=True),
     ):
         put(tmp_path / "model", "thesis.txt")
-    assert "thesis.txt" in content(tmp_path / "model")
-
-
-def test_an_empty_directory_of_others_counts_too(tmp_path):
-    make(tmp_path / "model", *OURS)
+    (tmp_path / "model" / "thesis.txt").unlink()
     (tmp_path / "model" / "data").mkdir()
     with pytest.raises(FileExistsError, match="replaced: data"):
         check_output_dir(tmp_path / "model", overwrite=True)
@@ -150,13 +144,10 @@ def test_places_that_are_needed_are_refused(overwrite, tmp_path, monkeypatch):
     check_output_dir(tmp_path / "models" / "source-pruned", sources=[source])
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
-def test_where_nothing_can_be_made_is_told_before_any_work():
-    with pytest.raises(PermissionError, match="`save_dir`: /proc/x cannot be made in /proc"):
-        check_output_dir("/proc/x")
-
-
 def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
+    if Path("/proc/self").exists():  # where nothing can be made
+        with pytest.raises(PermissionError, match="`save_dir`: /proc/x cannot be made in /proc"):
+            check_output_dir("/proc/x")
     free = shutil.disk_usage(tmp_path).free
     check_output_dir(tmp_path / "x", num_bytes=free // 2)
     with pytest.raises(OptionError, match=r"will take .* GB, but the disk has .* GB left"):
@@ -171,24 +162,18 @@ def test_what_stands_where_the_lock_is_to_be_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("a" * 245, "a name of 245 bytes, more"), ("a" * 300 + "/x", "300 bytes"), ("a\0b", "a NUL")],
+    ("path", "message"),
+    [
+        ("/tmp/" + "a" * 245, "a name of 245 bytes, more"),
+        ("a" * 300 + "/x", "300 bytes"),
+        ("a\0b", "a NUL"),
+        ("~no_such_user/x", r"'~no_such_user/x' begins with the home directory"),
+    ],
 )
-def test_names_that_cannot_be_are_told_before_any_work(name, message, tmp_path):
+def test_names_that_cannot_be_are_told_before_any_work(path, message):
     for check in (check_output_dir, journal_path):
         with pytest.raises(OptionError, match=message):
-            check(f"{tmp_path}/{name}")
-
-
-def test_the_home_of_nobody_is_told_before_any_work():
-    with pytest.raises(OptionError, match=r"'~no_such_user/x' begins with the home directory"):
-        check_output_dir("~no_such_user/x")
-
-
-def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
-    (tmp_path / "model").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileExistsError, match="model is a link that leads nowhere"):
-        check_output_dir(tmp_path / "model")
+            check(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -7,7 +7,6 @@ import torch
 from quiet import QUIET
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, TargetError
@@ -15,8 +14,7 @@ from mrp_lightning.errors import OptionError, TargetError
 LOADER = DataLoader(torch.arange(1, 49).view(4, 12), 2)
 
 
-@pytest.mark.parametrize("loop", ["test", "validate"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("loop", "offload"), [("test", False), ("validate", True)])
 def test_it_evaluates_block_by_block(tiny_llama, loop, offload):
     streamed = CausalLM(tiny_llama, streaming=True, offload=offload)
     found = [
@@ -38,12 +36,9 @@ def test_a_streamed_weight_that_is_no_number_is_named(tiny_llama, tmp_path):
     assert all(tensor.is_meta for tensor in model.model.model.layers.parameters())
 
 
-def test_it_is_in_the_hyperparameters(tiny_llama):
-    assert CausalLM(tiny_llama, streaming=True).hparams["streaming"] is True
-
-
 def test_what_needs_all_weights_is_refused(tiny_llama, tmp_path):
     in_memory, streamed = CausalLM(tiny_llama), CausalLM(tiny_llama, streaming=True)
+    assert streamed.hparams["streaming"] is True
     trainer = Trainer(**QUIET)
     trainer.validate(in_memory, LOADER, verbose=False)
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
@@ -55,10 +50,6 @@ def test_what_needs_all_weights_is_refused(tiny_llama, tmp_path):
     trainer.validate(streamed, LOADER, verbose=False)
     with pytest.raises(OptionError, match="a Lightning checkpoint holds all"):
         trainer.save_checkpoint(tmp_path / "none.ckpt")
-
-
-def test_a_model_in_memory_cannot_be_streamed(tiny_llama):
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    for source in (model, model.config):
+    for source in (in_memory.model, in_memory.model.config):
         with pytest.raises(OptionError, match="`model` to be a directory or hub id"):
             CausalLM(source, streaming=True)

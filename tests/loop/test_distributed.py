@@ -28,9 +28,6 @@ def test_each_window_is_in_one_share():
     assert sorted(i for share in shares for i in share) == list(range(7))
     assert one_share_each(range(7), trainer(0, 1)) is None
     assert one_share_each(range(7), trainer(0, 3, TrainerFn.FITTING)) is None
-
-
-def test_fewer_windows_than_processes():
     with pytest.raises(DataError, match="3 processes need at least as many windows.*got 2"):
         one_share_each(range(2), trainer(0, 3))
 

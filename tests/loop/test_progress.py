@@ -2,6 +2,7 @@
 
 import re
 import sys
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +28,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if message.startswith("block ")]
 
 
-@pytest.mark.parametrize("shown", [False, True])
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("shown", "terminal"), [(True, True), (True, False), (False, True)])
 def test_each_block_is_a_line_unless_a_bar_is_seen(
     shown, terminal, build, batches, caplog, monkeypatch
 ):
@@ -50,26 +50,17 @@ def test_each_block_is_a_line_unless_a_bar_is_seen(
         assert first.endswith(" left")
 
 
-class Clock:
-    """The time, as a test sets it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(caplog, monkeypatch) -> Clock:
+def clock(caplog, monkeypatch) -> SimpleNamespace:
+    """The time, as a test sets it."""
     caplog.set_level("INFO")
-    clock = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", clock)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     return clock
 
 
-def listener_of(blocks: int) -> progress.PruningProgress:
-    trainer = SimpleNamespace(progress_bar_callback=None, loggers=[], is_global_zero=True)
+def listener_of(blocks: int, *loggers) -> progress.PruningProgress:
+    trainer = SimpleNamespace(progress_bar_callback=None, loggers=loggers, is_global_zero=True)
     return progress.PruningProgress(blocks, torch.device("cpu"), progress.ProgressReporter(trainer))
 
 
@@ -158,17 +149,6 @@ def test_the_bar_says_where_a_solve_is(build, batches, monkeypatch):
     assert "down_proj ·" in seen[first] or seen[first].endswith("down_proj")  # before it is solved
 
 
-class Slow:
-    """A clock that is ten seconds later at each look."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 10
-        return self.now
-
-
 @pytest.mark.parametrize(("shown", "terminal"), [(True, True), (True, False), (False, True)])
 def test_batches_are_told_where_no_bar_is_seen(
     shown, terminal, tiny_llama, tmp_path, caplog, monkeypatch
@@ -181,19 +161,20 @@ def test_batches_are_told_where_no_bar_is_seen(
     bar = [TQDMProgressBar()] if shown else []
     trainer = Trainer(callbacks=bar, enable_progress_bar=shown, max_epochs=1, **TRAINER)
     model = CausalLM(str(tiny_llama))
-    monkeypatch.setattr(progress.time, "monotonic", Slow())
+    later = count(10.0, 10.0)  # ten seconds at each look
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(later))
     for run in (trainer.fit, trainer.validate, trainer.test):
         run(model, datamodule=data)
     said = [m for m in caplog.messages if m.startswith(("training: ", "validating: ", "testing: "))]
     if shown and terminal:
         assert not said
         return
-    count = len(data.test_dataloader())
-    assert f"testing: batch 1/{count} · 10 s" in said
-    assert f"testing: batch 4/{count} · 40 s" in said  # half a minute later, none between
-    assert f"validating: batch 1/{count} · 10 s" in said
+    total = len(data.test_dataloader())
+    assert f"testing: batch 1/{total} · 10 s" in said
+    assert f"testing: batch 4/{total} · 40 s" in said  # half a minute later, none between
+    assert f"validating: batch 1/{total} · 10 s" in said
     # Windows of 64 tokens; the clock gives the rest of the steps ten seconds or more each.
-    line = rf"training: epoch 1, batch 1/{count}, [^·]*\d · 64 tokens · about \d+ (s|min) left · "
+    line = rf"training: epoch 1, batch 1/{total}, [^·]*\d · 64 tokens · about \d+ (s|min) left · "
     assert any(re.match(line, message) for message in said)
 
 
@@ -205,3 +186,36 @@ def test_a_long_text_is_announced(tiny_llama, caplog, monkeypatch):
     monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
     tokenize(tokenizer, "x = 1\n" * 100)
     assert [m for m in caplog.messages if m.startswith("Tokenizing ")]
+
+
+def test_layers_are_logged_each_once_with_its_place():
+    logged = []
+    rows = [LayerReport(name=str(i), shape=(1, 1), loss=float(i)) for i in range(100)]
+    logger = SimpleNamespace(
+        log_metrics=lambda metrics, step: logged.append((step, metrics.get("prune_layer/loss"))),
+        save=lambda: None,
+    )
+    listener = listener_of(2, logger)
+    dense = LayerReport(name="router", shape=(1, 1), skipped="it routes tokens")
+    for k, of_block in enumerate((rows[:40], rows[40:])):
+        listener.block(BlockResult(str(k), tuple(map(LayerResult, [dense, *of_block]))))
+        listener.finished(k, of_block, resumed=False)
+    assert [entry for entry in logged if entry[1] is not None] == [(i, i) for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("task", "brief"),
+    [
+        ("model.layers.11.mlp.down_proj, columns 8192/11008", "down_proj"),
+        ("transformer.h.3.attn.c_attn", "c_attn"),
+        ("model.layers.0, inputs 31/32", "inputs 31/32"),
+        ("model.layers.3.mlp.experts.17.up_proj, iteration 4", "up_proj"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_the_text_of_the_bar_fits_80_columns(task, brief, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(progress.ProgressReporter, "show", lambda _, done, text: shown.append(text))
+    listener_of(32).progress(Progress(12, 32, task))
+    assert shown == [f"block 12/32 · {brief}"]
+    assert len(shown[0]) <= 28

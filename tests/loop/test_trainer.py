@@ -31,34 +31,24 @@ class Mine(type("LightningModule", (nn.Module,), OTHER)):
     """A user's module, of a base class of the other package."""
 
 
-def test_a_module_of_the_other_lightning_is_refused(trainer):
-    with pytest.raises(
-        TypeError, match=r"`model`.*Mine of `pytorch_lightning`.*lightning\.pytorch"
-    ):
-        trainer.predict(Mine())
-
-
-def test_data_of_the_other_lightning_is_refused(trainer):
+@pytest.mark.parametrize("argument", ["model", "datamodule", "dataloaders"])
+def test_a_module_or_data_of_the_other_lightning_are_refused(argument, trainer):
     data = type("Data", (), OTHER)()
-    for arguments in ({"datamodule": data}, {"dataloaders": data}):
-        with pytest.raises(TypeError, match=r"Data of `pytorch_lightning`.*lightning\.pytorch"):
-            trainer.predict(nn.Linear(2, 2), **arguments)
+    given = {"model": nn.Linear(2, 2)} | {argument: Mine() if argument == "model" else data}
+    message = rf"`{argument}`.*(Mine|Data) of `pytorch_lightning`.*lightning\.pytorch"
+    with pytest.raises(TypeError, match=message):
+        trainer.predict(**given)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_callbacks_of_the_other_lightning_are_refused(alone, trainer):
-    other = type("EarlyStopping", (), OTHER)()
-    given = other if alone else [Callback(), other]
+def test_callbacks_of_the_other_lightning_are_refused(trainer):
+    other, mine = type("EarlyStopping", (), OTHER)(), Callback()
     with pytest.raises(TypeError, match=r"Got the class MRPCallback: make .*`MRPCallback\(…\)`"):
         Trainer(callbacks=[MRPCallback])
-    with pytest.raises(TypeError, match="Got EarlyStopping of `pytorch_lightning`"):
-        Trainer(accelerator="cpu", callbacks=given)
-    with pytest.raises(TypeError, match="Got EarlyStopping of `pytorch_lightning`"):
-        trainer.predict(nn.Linear(2, 2), callbacks=given)
-
-
-def test_one_callback_is_taken_alone():
-    mine = Callback()
+    for given in (other, [mine, other]):
+        with pytest.raises(TypeError, match="Got EarlyStopping of `pytorch_lightning`"):
+            Trainer(accelerator="cpu", callbacks=given)
+        with pytest.raises(TypeError, match="Got EarlyStopping of `pytorch_lightning`"):
+            trainer.predict(nn.Linear(2, 2), callbacks=given)
     assert mine in Trainer(accelerator="cpu", logger=False, callbacks=mine).callbacks
 
 

@@ -47,12 +47,9 @@ def test_without_positions_there_is_no_limit(model_type, values):
     assert runs(model_type, values, 300)
 
 
-def test_models_with_rotary_positions_have_the_length_they_were_made_for():
+def test_the_length_that_a_model_was_made_for_counts_also_in_a_part_of_it():
     assert longest_sequence(AutoConfig.for_model("llama", **SHORT)) == 24
     assert longest_sequence(AutoConfig.for_model("falcon", max_position_embeddings=24)) == 24
-
-
-def test_the_text_of_a_multimodal_model_counts():
     text = {**SHORT, "model_type": "llama"}
     assert longest_sequence(AutoConfig.for_model("llava", text_config=text)) == 24
 

@@ -43,13 +43,6 @@ def test_a_tied_classifier_is_no_causal_language_model(streaming, tmp_path):
     assert torch.equal(loaded.score.weight, dense.score.weight)
 
 
-def test_a_base_model_is_of_its_own_class(tmp_path):
-    AutoModel.from_config(config(**TEXT)).save_pretrained(tmp_path)
-    with pytest.raises(TargetError, match="is a LlamaModel, which predicts no next token"):
-        CausalLM(tmp_path)
-    assert type(load_text_model(str(tmp_path), None)) is transformers.LlamaModel
-
-
 @pytest.mark.parametrize(
     ("model_type", "architecture", "causal"),
     [
@@ -92,15 +85,16 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("named", BASES)
-def test_the_files_decide_where_they_hold_no_weight_of_a_head(named, suffix, tmp_path, caplog):
+def test_the_files_decide_where_they_hold_no_weight_of_a_head(named, tmp_path, caplog):
     base, kind = BASES[named]
     dense = save_base(tmp_path, base, named, tie_word_embeddings=False)
-    if suffix == ".bin":
+    if base in ("mpnet", "mistral"):  # of pickles, too
         file = tmp_path / "model.safetensors"
         torch.save(load_file(file), tmp_path / "pytorch_model.bin")
         file.unlink()
+    with pytest.raises(TargetError, match=f"is a {kind}, which predicts no next token"):
+        CausalLM(tmp_path)
     model = load_text_model(str(tmp_path), None)
     assert type(model).__name__ == kind
     assert dense.keys() == model.state_dict().keys()  # the pooler of BERT, too

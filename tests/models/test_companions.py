@@ -38,11 +38,8 @@ def found(directory: Path) -> set[str]:
     return {file.as_posix() for file in find_companions(directory).files}
 
 
-def test_files_that_hold_no_weights_are_companions(directory):
+def test_files_that_hold_no_weights_are_companions_and_modules_with_them(directory):
     assert found(directory) == {name for name, copied in FILES.items() if copied}
-
-
-def test_modules_that_run_after_the_model_keep_their_weights(directory):
     modules = '[{"path": ""}, {"path": "."}, {"path": "1_Pooling"}, {"path": "2_Dense"}]'
     (directory / "modules.json").write_text(modules)
     expected = {name for name, copied in (FILES | OF_A_MODULE).items() if copied}

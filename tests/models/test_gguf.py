@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,12 @@ def test_a_file_is_the_model_that_it_was_made_from(tiny_gguf, tiny_llama, severa
 def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
     out = tmp_path / "pruned"
     module = CausalLM(tiny_gguf, dtype="float32")
-    data = TextDataModule(num_samples=2, sequence_length=32)
-    callback = MRPCallback(pattern="2:4", save_dir=out)
-    trainer = Trainer(**QUIET)
-    trainer.predict(module, datamodule=data, callbacks=[callback])
+    data = TextDataModule(__file__, num_samples=2, sequence_length=32)
+    for save_dir in (tiny_gguf.parent, out):
+        callback = MRPCallback(pattern="2:4", save_dir=save_dir, overwrite=True)
+        with nullcontext() if save_dir is out else pytest.raises(FileExistsError, match="save_dir"):
+            Trainer(**QUIET).predict(module, datamodule=data, callbacks=[callback])
+    assert [path.name for path in tiny_gguf.parent.iterdir()] == ["tiny.gguf"]
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert "quantization_config" not in config
@@ -65,19 +68,6 @@ def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
         assert torch.equal(tensor, module.model.state_dict()[name].bfloat16()), name
     assert float((loaded.model.layers[1].mlp.up_proj.weight == 0).float().mean()) == 0.5
     assert AutoTokenizer.from_pretrained(out)(TEXT) == module.tokenizer(TEXT)
-
-
-def test_pruning_does_not_replace_the_directory_of_the_file(tiny_gguf, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    shutil.copy(tiny_gguf, source)
-    module = CausalLM(source)
-    callback = MRPCallback(pattern="2:4", save_dir=source, overwrite=True)
-    with pytest.raises(FileExistsError, match="save_dir"):
-        Trainer(accelerator="cpu", logger=False).predict(
-            module, datamodule=TextDataModule(num_samples=1), callbacks=[callback]
-        )
-    assert [path.name for path in source.iterdir()] == ["tiny.gguf"]
 
 
 def test_a_lightning_checkpoint_does_not_need_the_file(tiny_gguf, tmp_path):
@@ -102,17 +92,10 @@ def test_layers_reads_a_file(named, tiny_gguf, several, capsys):
 
 def test_the_command_line_takes_a_file_of_a_directory(several, tmp_path, capsys):
     pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
-    main(
-        [
-            "test",
-            f"--model.model={several}",
-            "--model.gguf_file=a.gguf",
-            "--trainer.accelerator=cpu",
-            "--trainer.logger=false",
-            "--trainer.limit_test_batches=1",
-            "--data.sequence_length=32",
-        ]
-    )
+    options = [f"--model.model={several}", "--model.gguf_file=a.gguf"]
+    options += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    options += ["--trainer.limit_test_batches=1", "--data.sequence_length=32"]
+    main(["test", *options, f"--data.eval_files={__file__}"])
     assert "perplexity" in capsys.readouterr().out
 
 
@@ -132,14 +115,9 @@ def test_files_that_are_not_there_are_named(tiny_gguf, several, tmp_path):
 @pytest.mark.parametrize("order", [gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG])
 def test_a_header_is_read_as_by_the_reader_of_gguf(order, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama", endianess=order)
-    for key, values in {
-        "words": ["a", "", "é²"],
-        "ints": [1, -2],
-        "floats": [0.5],
-        "bools": [True],
-    }.items():
+    arrays = {"words": ["a", "", "é²"], "ints": [1, -2], "floats": [0.5], "bools": [True]}
+    for key, values in {**arrays, "nested": [[1, 2], [3]]}.items():
         writer.add_array(key, values)
-    writer.add_array("nested", [[1, 2], [3]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -152,7 +130,7 @@ def test_a_header_is_read_as_by_the_reader_of_gguf(order, tmp_path):
         assert read.contents() == field.contents()
 
 
-@pytest.mark.parametrize("size", [0, 3, 40, 2000, 0.3, 0.9])
+@pytest.mark.parametrize("size", [0, 40, 0.3, 0.9])
 def test_a_damaged_file_is_named(size, tiny_gguf, tmp_path):
     content = tiny_gguf.read_bytes()
     cut = content[: size if isinstance(size, int) else int(size * len(content))]
@@ -171,7 +149,7 @@ def test_a_lack_of_memory_is_no_damage(error, tiny_gguf):
         raise error
 
 
-def test_an_architecture_that_is_no_text_is_named(tiny_gguf, tmp_path):
+def test_an_architecture_that_is_no_text_or_unknown_is_named(tiny_gguf, tiny_llama, tmp_path):
     key = b"general.architecture"
     content = bytearray(tiny_gguf.read_bytes())
     content[content.index(key) + len(key) + 4 + 8] = 0x99  # behind the type and the length
@@ -179,15 +157,9 @@ def test_an_architecture_that_is_no_text_is_named(tiny_gguf, tmp_path):
     damaged.write_bytes(content)
     with pytest.raises(FormatError, match=r"`model`: .*a\.gguf is damaged: .*can't decode byte"):
         CausalLM(damaged)
-
-
-def test_another_format_under_that_name_is_named(tiny_llama, tmp_path):
     shutil.copy(tiny_llama / "model.safetensors", tmp_path / "x.gguf")
     with pytest.raises(FormatError, match=r"x\.gguf is damaged"):
         load_config(str(tmp_path / "x.gguf"))
-
-
-def test_an_unknown_architecture_is_named(tiny_llama, tmp_path):
     write(tmp_path / "new.gguf", tiny_llama, architecture="nova")
     with pytest.raises(FormatError, match=r"transformers [\d.]+ as the architecture 'nova'"):
         load_config(str(tmp_path / "new.gguf"))

@@ -42,9 +42,8 @@ def test_it_is_the_model_in_memory(family, build, tmp_path):
     held = {}
     for block in streamed.blocks.values():
         with streamed.pinned(block):
-            held |= {
-                key: value.clone() for key, value in model.state_dict().items() if not value.is_meta
-            }
+            state = model.state_dict().items()
+            held |= {key: value.clone() for key, value in state if not value.is_meta}
     assert held.keys() == expected.state_dict().keys()
     assert all(torch.equal(held[key], value) for key, value in expected.state_dict().items())
     assert model.generation_config == expected.generation_config
@@ -87,8 +86,7 @@ def test_gradients_reach_a_pinned_block_that_came_in_inference_mode(tiny_llama):
     pinned.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["opt", "mixtral"])
+@pytest.mark.parametrize(("family", "dtype"), [("opt", torch.bfloat16), ("mixtral", torch.float32)])
 def test_it_is_saved_as_the_checkpoint_that_it_came_from(family, dtype, build, tmp_path):
     source, shards, out = (tmp_path / name for name in ("source", "shards", "out"))
     shards.mkdir()
@@ -108,9 +106,7 @@ def test_it_is_saved_as_the_checkpoint_that_it_came_from(family, dtype, build, t
     written = sorted(out.glob("model*.safetensors"))
     for file in written:
         second |= load_file(file)
-    assert [file.name[-8 - len(".safetensors") :] for file in written] == [
-        "of-00004.safetensors"
-    ] * 4
+    assert len(written) == sum(file.match("*-of-00004.safetensors") for file in written) == 4
     doubled = tuple(f"{name}." for name in list(streamed.blocks)[:2])
     assert first.keys() == second.keys()
     for name, tensor in first.items():

@@ -1,7 +1,6 @@
 """Checkpoints that somebody else wrote."""
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -38,19 +37,3 @@ def checkpoint(tiny_llama: Path, tmp_path: Path) -> Callable[..., Path]:
         return directory
 
     return write
-
-
-class Harmful:
-    """What leaves a directory behind where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.fixture
-def harmful(tmp_path: Path) -> Iterator[Harmful]:
-    yield Harmful(tmp_path / "ran")
-    assert not (tmp_path / "ran").exists()

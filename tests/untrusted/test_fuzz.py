@@ -27,7 +27,7 @@ from mrp_sparse.own_module import load_into
 ALWAYS_THE_SAME = settings(
     derandomize=True,
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 LEAVES = st.one_of(

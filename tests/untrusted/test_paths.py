@@ -15,20 +15,13 @@ def write_index(directory, name):
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("above", ["..", "sub/../.."])
+@pytest.mark.parametrize("above", ["..", "sub/../..", None])
 def test_an_index_names_files_of_its_directory_only(checkpoint, above):
     directory = checkpoint()
-    write_index(directory, f"{above}/model-00001.safetensors")
+    write_index(directory, f"{above or directory.parent}/model-00001.safetensors")
     for read in (lambda: load_model(str(directory), None), lambda: open_checkpoint(directory)):
         with pytest.raises(FormatError, match="names files outside of its directory"):
             read()
-
-
-def test_an_index_names_no_absolute_path(checkpoint):
-    directory = checkpoint()
-    write_index(directory, str(directory.parent / "model-00001.safetensors"))
-    with pytest.raises(FormatError, match="names files outside of its directory"):
-        load_model(str(directory), None)
 
 
 @pytest.mark.parametrize(
