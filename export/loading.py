@@ -51,6 +51,9 @@ def load(
             stored values are detected without it, a changed value is not.
         **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
 
+    Returns:
+        The model in evaluation mode, of the class that the configuration names.
+
     Raises:
         FileNotFoundError: The directory has no `config.json`.
         FormatError: Tensors are missing, unexpected, damaged or of another shape; the directory

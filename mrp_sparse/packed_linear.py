@@ -182,7 +182,7 @@ class PackedLinear(nn.Module):
     @classmethod
     @checked
     def from_linear(cls, linear: nn.Module) -> Self:
-        """Pack a pruned `nn.Linear`, or transformers' `Conv1D`. The bias is not copied.
+        """Return a packed layer of a pruned `nn.Linear` or `Conv1D`, which share the bias.
 
         Raises:
             PatternError: Its weight does not have the zeros or the shape that the format needs.

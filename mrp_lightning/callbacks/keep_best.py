@@ -99,7 +99,7 @@ class KeepBest(Callback):
             self._weights[name].copy_(weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best weights and their value."""
+        """Return the attributes by name, and as `weights` the best weights by name."""
         return {name: getattr(self, name) for name in _STATE} | {"weights": self._weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ class KeepSparsity(Callback):
     zeros. The trained model can be packed like the pruned one.
 
     An optimizer of torch that treats each entry by itself, such as AdamW, gets the kept weights
-    alone, in float32 (see `KeptValues`): its moments take that part of the memory. With others,
+    alone, in float32: its moments take that part of the memory. With others,
     with float16 precision and with sharded weights, gradients of removed weights are set to zero
     before clipping, and the weights after each step; this costs a bool for each weight of the
     pruned layers, and a pass over these weights and one over their gradients.

@@ -34,8 +34,8 @@ class SaveModel(Callback):
         overwrite: Whether `save_dir` may be replaced, if this package wrote all of its content.
 
     Raises:
-        FileExistsError: `save_dir` is not empty and may not be replaced, or is the model's source;
-            see `check_output_dir`. All errors listed here are raised before training starts.
+        FileExistsError: `save_dir` is not empty and may not be replaced, is or holds the model's
+            source, or is a file. All errors listed here are raised before training starts.
         PermissionError: `save_dir` cannot be created or replaced.
         OptionError: `dtype` is no floating type, the disk is too full, or transformers refuses the
             model's `generation_config`.
@@ -86,8 +86,8 @@ class SaveModel(Callback):
 class SaveEvaluation(Callback):
     """Record the results of `test` of a `CausalLM` in `evaluation.json`.
 
-    The file gets the perplexity of each text. Recorded results of other texts, and of zero-shot
-    tasks, stay. With `fast_dev_run`, nothing is written.
+    The file gets, by the name of each text, the results that `CausalLM.evaluation` lists. Recorded
+    results of other texts, and of zero-shot tasks, stay. With `fast_dev_run`, nothing is written.
 
     Args:
         save_dir: The directory of the file, usually that of the pruned model; it is created if need

@@ -313,7 +313,10 @@ class TextDataModule(LightningDataModule):
         return self._mixture().name
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the `calibration_windows` in order, of several processes to each its share."""
+        """Return a loader of the `calibration_windows` in order, for each process its share.
+
+        A batch is a tensor of token ids, int64 (batch_size, sequence_length).
+        """
         return self._loader(self.calibration_windows())
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -329,7 +332,7 @@ class TextDataModule(LightningDataModule):
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """Return a loader of the validation text's windows, (batch_size, sequence_length).
+        """Return a loader of the validation text's consecutive windows, as `test_dataloader`.
 
         With `evaluation` there is one for each of its published texts, by name, of the test split:
         they have no validation text of their own here.
@@ -337,7 +340,12 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loaders("validation")
 
     def test_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """Return a loader of the test text's windows; with `evaluation` one for each, by name."""
+        """Return a loader of the test text's consecutive windows, for each process its share.
+
+        A batch is a tensor of token ids, or a mapping of `input_ids` and `labels` of that shape,
+        int64 (batch_size, sequence_length). With `evaluation` there is a loader for each text, by
+        its name.
+        """
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:

@@ -38,13 +38,15 @@ class Distillation(CausalLM):
     """Train a pruned model (`fit`) to predict as its dense model: knowledge distillation.
 
     The loss is the mean over all tokens, padding left out, of KL(p_teacher(·|x) ‖ p_student(·|x))
-    over the whole vocabulary: no labels are needed, and any text serves, also the teacher's own.
-    Head and loss run in chunks of tokens, so that no logits of a whole batch exist. The teacher's
-    weights stay as they are. The student's are trained but for embeddings and output head;
-    `callbacks.KeepSparsity` keeps its zeros, and halves the memory for the optimizer's moments.
+    in nats over the whole vocabulary: no labels are needed, and any text serves, also the teacher's
+    own. Head and loss run in chunks of tokens, so that no logits of a whole batch exist. The
+    teacher's weights stay as they are. The student's are trained but for embeddings and output
+    head; `callbacks.KeepSparsity` keeps its zeros, and halves the memory for the optimizer's
+    moments.
 
-    `fit` and `validate` log `kl`, and `validate` the student's `perplexity`, too. `predict` and
-    `test` are those of `CausalLM` for the student.
+    Training logs `kl` of each batch, and validation the means `val_kl` and `perplexity` (of the
+    student), of several texts `val_kl/<name>` and so on. `predict` and `test` are those of
+    `CausalLM` for the student.
 
     Of weights in 16 bits the optimizer has a float32 copy, since their rounding would undo small
     steps.
@@ -67,8 +69,8 @@ class Distillation(CausalLM):
             `gguf_file`, as of `CausalLM`, for the student.
 
     Attributes:
-        student: The student, split before its head.
-        teacher: The teacher, likewise; no submodule, so that checkpoints do not hold it.
+        student: The pruned model without its output head, and that head, which run in turn.
+        teacher: The dense model, likewise; no submodule, so that checkpoints do not hold it.
 
     Raises:
         OptionError: The two models have other vocabularies or tokenizers. `CausalLM` raises more.
@@ -206,7 +208,7 @@ class Distillation(CausalLM):
         self._values = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean divergence of a batch, and log it as `kl`.
+        """Return the mean KL(teacher ‖ student) of a batch, a scalar in nats, and log it as `kl`.
 
         If it is not finite in one of the processes, training ends before this step is taken.
         """
@@ -227,7 +229,7 @@ class Distillation(CausalLM):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the divergence of held-out data as `val_kl`, and the student's `perplexity`."""
+        """Log KL(teacher ‖ student) of held-out data as `val_kl`, in nats, and `perplexity`."""
         ids, mask = split_batch(batch)
         check_vocabulary(self.model, ids, "validation")
         figures = token_figures(self.student, self.teacher, ids, mask)

@@ -104,7 +104,10 @@ class DistillationText(TextDataModule):
         super().setup("predict" if stage in ("fit", "validate") else stage)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the windows that are not held out, in another order in every epoch."""
+        """Return a loader of the windows that are not held out, in a new order in every epoch.
+
+        A batch is a tensor of token ids, int64 (batch_size, sequence_length).
+        """
         parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
         windows: Any = interleaved(parts)
         state = self.state_dict()
@@ -117,7 +120,7 @@ class DistillationText(TextDataModule):
     # Not only as the loader's: Lightning restores no loader that exists before the checkpoint is
     # read, as where the learning rate depends on its length.
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches of the epoch that were read."""
+        """Return `read`, the number of batches of the present epoch that were trained on."""
         return {"read": self._read} if self._epoch is None else self._epoch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -127,7 +130,7 @@ class DistillationText(TextDataModule):
             self._epoch.load_state_dict(state_dict)
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
-        """Return the held-out windows of each text, by its name."""
+        """Return a loader of the held-out windows for each text, by its name, in a fixed order."""
         return {
             name.removeprefix(f"{_HELD}/"): DataLoader(cast(Any, windows), self.batch_size)
             for name, windows in self._drawn().items()

@@ -29,7 +29,7 @@ def cut_vocabulary(
     save_dir: str | PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Cut the vocabulary of a model in place to the words that a text needs most.
+    """Cut the vocabulary of a model in place to the words (tokens) that a text needs most.
 
     All bytes, special and other added tokens stay, so that every text can still be written, by more
     tokens. No weight changes: the embeddings and the head lose rows. A pruning of the module after
@@ -37,7 +37,7 @@ def cut_vocabulary(
 
     Args:
         module: The module; its `model`, `tokenizer` and `vocabulary` change.
-        size: The number of words to keep.
+        size: The number of words to keep, fewer than the tokenizer has.
         documents: The text, such as `TextDataModule.documents("train")`.
         save_dir: The directory for the model with its `pruning_report.json`; `None` saves nothing.
         overwrite: Whether `save_dir` may be replaced, if this package wrote all of its content.

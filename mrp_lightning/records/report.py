@@ -48,7 +48,8 @@ class PruningReport:
     """All layers of a run, in the order in which they were pruned.
 
     Attributes:
-        config: The arguments of the run.
+        config: The arguments of the callback by name, and `base_model`, the directory or hub id
+            of the model, where it has one.
         layers: The layers, both those that are pruned and those that were left dense.
         seconds: The wall-clock time of the pruning, calibration included, without saving.
         cpu_seconds: The CPU time of the pruning in all threads of this process, `None` where it is
@@ -132,16 +133,19 @@ class PruningReport:
 
     @property
     def amount(self) -> Amount:
-        """The pattern and the grid of `config`, to compare weights with."""
+        """The pattern and the grids that `config` asks for, parsed."""
         if is_of_vocabulary_alone(self.config):
             return Amount(pattern=Dense())
         return Amount.of_config(self.config)
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Sums and means over the pruned layers, and the facts about the run.
+        """The totals of `pruning_report.json`: numbers of layers and of weights, losses and times.
 
-        `removed` and `sparsity` also count weights that were zero before and stayed zero.
+        `sparsity` is the fraction `removed` / `weights` of the pruned layers, `share` that of these
+        `weights` in the model, `relative_loss` the mean over layers, times are in seconds and
+        memory is in bytes. `removed` and `sparsity` also count weights that were zero before and
+        stayed zero.
         """
         pruned, of_model = self.pruned, self.model_weights
         weights = sum(row.num_weights for row in pruned)
@@ -183,7 +187,7 @@ class PruningReport:
         }
 
     def save(self, directory: str | PathLike[str]) -> Path:
-        """Write `pruning_report.json` into a directory, and return its path."""
+        """Write `pruning_report.json` into an existing directory, and return its path."""
         path = Path(directory) / NAME
         save_ours(path, as_json(self.to_dict()))
         return path

@@ -24,7 +24,7 @@ class GridReport:
     """The grid of a layer's weights, and its part in the loss.
 
     Attributes:
-        bits: The bits of a kept weight.
+        bits: The bits of the code of a kept weight, without its share of scales.
         zeros_loss: The part of the layer's `loss` before the kept weights are put on the grid.
         grid_loss: The part that the grid adds, which may be negative. For a tuned layer it is
             measured against the tuned weights, but `zeros_loss` before tuning.
@@ -86,8 +86,9 @@ class LayerReport:
         gap: The certified distance of the damped loss to its optimum for the removed weights,
             relative to that optimum, before a cast to a narrower dtype and before the grid;
             `None` for methods that do not seek the optimum.
-        seconds: The time that pruning the layer took. The first of the layers that share an input
-            pays for preparing the Hessian; with a grid, each has a share by its number of weights.
+        seconds: The wall-clock time that pruning the layer took. The first of the layers that share
+            an input pays for preparing the Hessian; with a grid, each has a share by its number of
+            weights.
         tokens: The number of calibration tokens that the layer saw; where whole experts are
             removed, of those on which the loss was measured.
         dead_inputs: The number of input features that were 0 in every token; `None` where whole
@@ -259,7 +260,7 @@ class BlockReport:
             mean over the tokens of this quotient.
         error_after: The error after tuning, at most `error_before`.
         epoch: The epoch whose weights were chosen, 0 for those before tuning.
-        seconds: The duration of the tuning.
+        seconds: The wall-clock time of the tuning.
     """
 
     name: str

@@ -80,7 +80,8 @@ def prune_columns(
         count: Number of groups to remove, from 1 to all but one.
         group: Number of neighbouring columns that are removed together, a divisor of the columns.
         method: magnitude, wanda, SM, magnitude+M or wanda+M.
-        damping: As in `prune_weight`.
+        damping: λ as a fraction ≥ 0 of the mean of H's diagonal, to which λ is added; raised
+            tenfold, with a `NumericalWarning`, while H + λI is not positive definite.
 
     Returns:
         The new weight, the removed groups, and the losses. The inputs are not modified.

@@ -87,15 +87,18 @@ def prune_weight(
     Args:
         weight: The dense weight, (rows, columns), floating point.
         hessian: H = 2·XᵀX / tokens, (columns, columns), undamped; see `HessianAccumulator`.
-        sparsity: This and the others are as in `LayerSettings`.
-        pattern: "N:M", such as "2:4".
-        method: A name such as "SM", or MASK+COMPENSATION.
-        block_size: A number of columns (the paper's S); None for all.
-        damping: A number ≥ 0. It rises tenfold, with a `NumericalWarning`, while H is not positive
-            definite.
-        tolerance: A number > 0, or None.
-        bits: 3, 4, 8 or None.
-        group_size: A number of columns ≥ 1.
+        sparsity: The fraction of the weights to remove, in (0, 1).
+        pattern: "N:M", such as "2:4": N of every M consecutive columns of a row stay.
+        method: magnitude, wanda, SS (or sparsegpt), SM, MS, MM, JM, SSM, or a pair
+            MASK+COMPENSATION of magnitude, wanda, S, M or J and none, S, M or SM.
+        block_size: The number of columns whose weights are chosen together (the paper's S), for
+            "N:M" a multiple of M; `None` for all.
+        damping: λ as a fraction ≥ 0 of the mean of H's diagonal, to which λ is added. It rises
+            tenfold, with a `NumericalWarning`, while H + λI is not positive definite.
+        tolerance: The relative distance > 0 to the optimal loss at which the compensation M stops;
+            `None` is 1e-6, and 1e-4 for weights in 16 bits.
+        bits: 3, 4, 8, or `None` for no grid.
+        group_size: The number of columns ≥ 1 of a row that share a scale, for `bits`.
         grid: The type of an engine, such as q4_0. Columns are in whole groups of it, for q3_k, q4_k
             and q5_k multiples of 256.
 

@@ -59,7 +59,14 @@ def parse_method(name: str, *, tolerance: float | None = None) -> Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Amount):
-    """The parsed `LayerSettings`, which describes them.
+    """How each layer is pruned: the parsed arguments of `prune_weight`.
+
+    Attributes:
+        pattern: The weights that stay: N of every M columns, a fraction, or all of them.
+        grid: The values that kept weights may take, `None` for all.
+        method: The mask and the compensation.
+        block_size: The number of columns whose weights are chosen together, `None` for all.
+        damping: λ as a fraction ≥ 0 of the mean of the Hessian's diagonal.
 
     Raises:
         MethodError: The mask does not exist for the pattern.
@@ -90,7 +97,7 @@ class Recipe(Amount):
 
     @classmethod
     def of(cls, **arguments: Any) -> "Recipe":
-        """Parse the arguments of `LayerSettings`, given as keywords; see `parse`."""
+        """Parse keyword arguments of `prune_weight`, and `head_grid`; see `parse` for errors."""
         return cls.parse(LayerSettings(**arguments))
 
     @classmethod
