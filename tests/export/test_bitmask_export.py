@@ -1,7 +1,6 @@
 """Checkpoints of any pattern, and of four bits, as bitmasks and in the hands of transformers."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,13 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import NOTE
 
-from .conftest import Exported, logits, onto_grid, refusal, thin_out, write_report
+from .conftest import Exported, onto_grid, refusal, thin_out, write_report
 
 
 @pytest.mark.parametrize("form", [BITMASK, BITMASK4], ids=lambda form: form.option)
-def test_a_checkpoint_of_no_pattern_becomes_bitmasks(form, llama, capsys):
-    thin_out(llama, four_bits=form is BITMASK4)
-    main([str(llama)])
-    packed = llama.with_name(f"llama-{form.name}")
-    assert f"14 {form.option} layers" in capsys.readouterr().out
+def test_a_checkpoint_of_no_pattern_becomes_bitmasks(form, exports, tmp_path, capsys):
+    made = exports(form.option, tmp_path)
+    llama, packed = made.source, made.packed
     report = json.loads((packed / "export_report.json").read_text())
     assert report["format"] == form.option
     assert report["parity"]["failures"] == []
@@ -47,13 +44,12 @@ def test_a_checkpoint_of_no_pattern_becomes_bitmasks(form, llama, capsys):
     assert not settings["modules"]
     assert stored.keys() - {NOTE} == dense.keys()
     main([str(llama), "--format", form.option, "--check-only"])
+    assert f"14 {form.option} layers" in capsys.readouterr().out
     assert "already packed" in refusal([str(packed)], capsys)
 
 
-def test_a_value_that_a_disk_changed_is_seen_where_asked_for(llama):
-    thin_out(llama)
-    main([str(llama)])
-    packed = llama.with_name("llama-bitmask")
+def test_a_value_that_a_disk_changed_is_seen_where_asked_for(exports, tmp_path):
+    packed = exports("bitmask", tmp_path).packed
     export.load(packed, verify=True)
     file = packed / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -65,28 +61,6 @@ def test_a_value_that_a_disk_changed_is_seen_where_asked_for(llama):
     (packed / ".mrp_files.json").unlink()
     with pytest.raises(FormatError, match=r"not listed there. Copy .* with its hidden files"):
         export.load(packed, verify=True)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
-def test_other_families_and_precisions(kind, pruned, ids, tmp_path):
-    source = Path(shutil.copytree(pruned(kind, dtype=torch.float32), tmp_path / kind))
-    thin_out(source)
-    main([str(source)])
-    assert torch.equal(logits(tmp_path / f"{kind}-bitmask", ids), logits(source, ids))
-
-
-def test_columns_need_no_multiple(pruned, ids, tmp_path):
-    source = Path(shutil.copytree(pruned(intermediate_size=60), tmp_path / "odd"))
-    thin_out(source)
-    main([str(source)])
-    report = json.loads((tmp_path / "odd-bitmask" / "export_report.json").read_text())
-    assert {row["dense_because"] for row in report["layers"]} == {None}
-    assert torch.equal(logits(tmp_path / "odd-bitmask", ids), logits(source, ids))
-
-
-def test_two_of_four_may_be_written_as_bitmasks(llama, ids):
-    main([str(llama), "--format", "bitmask"])
-    assert torch.equal(logits(llama.with_name("llama-bitmask"), ids), logits(llama, ids))
 
 
 def test_what_would_get_no_smaller_is_refused_with_the_reason(llama, capsys):

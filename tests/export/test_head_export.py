@@ -38,11 +38,16 @@ def _sources(pruned, tmp_path_factory):
     return sources
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "free"])
+@pytest.fixture
 def source(request, _sources, tmp_path):
     """A source with its export beside it, in directories of the test's own."""
-    root = shutil.copytree(Path(_sources[request.param]).parent, tmp_path / "both")
+    root = shutil.copytree(
+        Path(_sources[getattr(request, "param", True)]).parent, tmp_path / "both"
+    )
     return root / "llama"
+
+
+both = pytest.mark.parametrize("source", [True, False], ids=["tied", "free"], indirect=True)
 
 
 @pytest.fixture
@@ -58,6 +63,7 @@ def settings(packed, **head):
     return config
 
 
+@both
 def test_the_files_hold_what_loading_would_make(source, packed, ids):
     before, after = (load_file(path / "model.safetensors") for path in (source, packed))
     config, old = (json.loads((path / "config.json").read_text()) for path in (packed, source))
@@ -97,6 +103,7 @@ def test_what_it_costs_is_told(packed):
     assert "before that, 8 bits for the head: perplexity: " in (packed / "README.md").read_text()
 
 
+@both
 def test_it_is_saved_again_and_made_dense(packed, ids, tmp_path):
     model = export.load(packed)
     model.save_pretrained(tmp_path / "again")
@@ -151,8 +158,6 @@ def test_generation_takes_it_as_it_is(packed, capsys):
         ("weight", lambda t: t.short(), r"lm_head.weight_scales \(expected int8"),
         ("weight", lambda t: t[:-1].clone(), "lm_head.weight"),
         ("weight_scales", lambda t: t.fill_(float("nan")), "2048 scales are not positive"),
-        ("weight_scales", lambda t: t.fill_(0), "2048 scales are not positive"),
-        ("weight_scales", lambda t: t.fill_(3e38), "2048 scales are not positive"),
         ("weight_scales", lambda t: t[:-1].clone(), "lm_head.weight_scales"),
         ("weight_scales", lambda _: None, "lm_head.weight_scales"),
         ("weight", lambda _: None, "lm_head.weight"),

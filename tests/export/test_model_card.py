@@ -3,7 +3,6 @@
 import json
 
 import huggingface_hub
-import pytest
 
 from export.to_sparse import main
 from mrp_lightning.records import evaluation as records
@@ -35,18 +34,13 @@ def test_it_is_the_pruned_models_with_how_to_load_it(llama, tmp_path, monkeypatc
     assert type(found["model"]).__name__ == "LlamaForCausalLM"
 
 
-def test_a_model_without_a_card_gets_one(llama):
-    main([str(llama)])
-    text = (llama.with_name("llama-sparse24") / "README.md").read_text()
+def test_a_model_without_a_card_gets_one(exports, tmp_path):
+    text = (exports("packed", tmp_path).packed / "README.md").read_text()
     assert huggingface_hub.ModelCard(text).data.tags == ["pruned", "sparse"]
     assert "import export" in text
 
 
-@pytest.mark.parametrize("has_card", [False, True])
-def test_the_dense_form_has_the_pruned_models(has_card, llama):
-    if has_card:
-        (llama / "README.md").write_text(CARD)
+def test_the_dense_form_has_the_pruned_models(llama):
+    (llama / "README.md").write_text(CARD)
     main([str(llama), "--format", "dense"])
-    file = llama.with_name("llama-dense") / "README.md"
-    assert file.exists() == has_card
-    assert not has_card or file.read_text() == CARD
+    assert (llama.with_name("llama-dense") / "README.md").read_text() == CARD

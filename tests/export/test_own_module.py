@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import lightning
 import pytest
@@ -50,21 +51,29 @@ class Own(lightning.LightningModule):
         return self(batch)
 
 
-@pytest.fixture
-def pruned(tmp_path):
+@pytest.fixture(scope="module")
+def _pruned(tmp_path_factory):
+    """A pruned module, and a directory with what pruning and exporting wrote."""
     torch.manual_seed(0)
-    module = Own()
+    module, root = Own(), tmp_path_factory.mktemp("own")
     for conv1d in (block.square for block in module.blocks):
         nn.init.normal_(conv1d.bias)
-    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "own")
+    callback = MRPCallback(pattern="2:4", save_dir=root / "own")
     trainer = lightning.Trainer(callbacks=[callback], **QUIET)
     trainer.predict(module, DataLoader(torch.randn(64, 16), batch_size=16))
-    return module, tmp_path / "own"
+    main([str(root / "own")])
+    return module, root
+
+
+@pytest.fixture
+def pruned(_pruned, tmp_path):
+    module, root = _pruned
+    return module, shutil.copytree(root, tmp_path / "both") / "own"
 
 
 def test_it_is_packed_and_loaded_bit_by_bit(pruned, capsys):
     module, directory = pruned
-    main([str(directory)])
+    main([str(directory), "--check-only"])
     assert "logits not compared: the module is your own" in capsys.readouterr().out
     out = directory.with_name("own-sparse24")
     report = json.loads((out / "export_report.json").read_text())
@@ -84,7 +93,6 @@ def test_it_is_packed_and_loaded_bit_by_bit(pruned, capsys):
         assert torch.equal(layer.dense_weight().view(torch.int32), expected.view(torch.int32))
     x = torch.randn(5, 16)
     assert torch.allclose(other(x), module(x), rtol=1e-5, atol=1e-5)
-    main([str(directory), "--check-only"])
 
 
 def test_the_dense_format_loads_with_the_same_function(pruned):
@@ -98,7 +106,6 @@ def test_the_dense_format_loads_with_the_same_function(pruned):
 
 def test_a_module_that_does_not_fit_is_left_as_it_is(pruned):
     _, directory = pruned
-    main([str(directory)])
     out = directory.with_name("own-sparse24")
     other = Own()
     other.blocks[1].down = nn.Identity()
@@ -139,8 +146,9 @@ def test_layers_of_the_report_must_be_2_of_4(pruned, capsys):
     save_file(tensors, directory / "model.safetensors")
     shown = refusal([str(directory), "--format", "packed"], capsys)
     assert "says, in 1 of 8 layers" in shown
-    main([str(directory), "--format", "packed", "--skip", "blocks.0"])
-    report = json.loads((directory.with_name("own-sparse24") / "export_report.json").read_text())
+    out = directory.with_name("skipped")
+    main([str(directory), "--format", "packed", "--skip", "blocks.0", "--out", str(out)])
+    report = json.loads((out / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 3
 
 

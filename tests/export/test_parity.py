@@ -31,22 +31,15 @@ from mrp_sparse.packed_linear import Sparse24Linear
 from .conftest import keep_two_of_four
 
 
-@pytest.fixture(autouse=True)
-def _as_many_tokens_as_users_have(monkeypatch):
-    monkeypatch.setattr(parity, "MIN_TOKENS", MIN_TOKENS)
-
-
 @pytest.fixture
-def exported(llama, tmp_path):
-    source = open_checkpoint(llama)
-    layers = choose_layers(source)
-    (tmp_path / "out").mkdir()
-    for _ in write_packed(source, tmp_path / "out", layers):
-        pass
-    return source, tmp_path / "out", layers
+def exported(exports, tmp_path):
+    made = exports("packed", tmp_path)
+    source = open_checkpoint(made.source)
+    return source, made.packed, choose_layers(source)
 
 
-def test_every_gate_is_passed_by_an_honest_export(exported):
+def test_every_gate_is_passed_by_an_honest_export(exported, monkeypatch):
+    monkeypatch.setattr(parity, "MIN_TOKENS", MIN_TOKENS)  # as many as users have
     result = check_parity(*exported)
     assert result.failures == []
     assert result.tensors == 20
@@ -77,32 +70,26 @@ def split_in_two(layer, x):
     return y.to(x.dtype)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The embedded model in bfloat16, with the two largest of every four weights."""
-    root = tmp_path_factory.mktemp("trained")
+def test_another_order_of_summation_passes(monkeypatch, tmp_path):
+    """Of the embedded model in bfloat16, with the two largest of every four weights."""
     model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.bfloat16)
     for module in model.model.modules():
         if isinstance(module, nn.Linear):
             module.weight.data = keep_two_of_four(module.weight.data)
-    model.save_pretrained(root / "pruned")
-    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(root / "pruned")
-    source = open_checkpoint(root / "pruned")
+    model.save_pretrained(tmp_path / "pruned")
+    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(tmp_path / "pruned")
+    source = open_checkpoint(tmp_path / "pruned")
     layers = choose_layers(source)
-    (root / "packed").mkdir()
-    for _ in write_packed(source, root / "packed", layers):
-        pass
-    return source, root / "packed", layers
-
-
-def test_another_order_of_summation_passes(trained, monkeypatch):
+    (tmp_path / "packed").mkdir()
+    assert len(list(write_packed(source, tmp_path / "packed", layers))) == len(layers)
+    monkeypatch.setattr(parity, "MIN_TOKENS", 1024)
     monkeypatch.setattr(Sparse24Linear, "forward", split_in_two)
-    parity = check_parity(*trained)
-    assert parity.failures == []
-    assert not parity.text.bit_equal
-    assert parity.text.top1_agreement < 0.999  # ties turn
-    assert parity.text.confident_agreement == 1
-    assert 0.8 * parity.text.tokens < parity.text.confident_tokens < parity.text.tokens
+    result = check_parity(source, tmp_path / "packed", layers)
+    assert result.failures == []
+    assert not result.text.bit_equal
+    assert result.text.top1_agreement < 0.999  # ties turn
+    assert result.text.confident_agreement == 1
+    assert 0.8 * result.text.tokens < result.text.confident_tokens < result.text.tokens
 
 
 def test_one_wrong_group_in_a_large_layer_is_stopped(monkeypatch):

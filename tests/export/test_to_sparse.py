@@ -3,24 +3,26 @@
 import json
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import warm
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from warm import Piped
 
 import export
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 from mrp_sparse.formats.sparse24 import SPARSE24, pack
 
-from .conftest import refusal, write_report
+from .conftest import Exported, logits, refusal, thin_out, write_report
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def packed(exports, tmp_path) -> Exported:
+    return exports("packed", tmp_path)
 
 
 def set_group(directory: Path, name: str, values: list[float], group: int = 0) -> None:
@@ -30,12 +32,14 @@ def set_group(directory: Path, name: str, values: list[float], group: int = 0) -
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
-def test_sizes_and_parity_are_shown_and_written(llama, capsys):
-    main([str(llama)])
-    out = llama.with_name("llama-sparse24")
+def test_sizes_and_parity_are_shown_and_written(packed, capsys):
+    llama, out = packed.source, packed.packed
+    before = sorted(llama.parent.rglob("*"))
+    main([str(llama), "--check-only"])
+    assert sorted(llama.parent.rglob("*")) == before
     shown = capsys.readouterr().out
     assert "0.5625" in shown
-    assert f"Written to {out}" in shown
+    assert f"Checked: {out}" in shown
     report = json.loads((out / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 14
     assert report["totals"]["packed_fraction"] == 0.5625
@@ -64,12 +68,12 @@ def test_the_shards_stay_as_they_were(pruned, ids, tmp_path):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     for name, file in index["weight_map"].items():
         assert name in load_file(tmp_path / "out" / file)
-    before = AutoModelForCausalLM.from_pretrained(source)(ids).logits
-    assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
+    before = logits(source, ids)
+    assert torch.equal(logits(tmp_path / "out", ids), before)
 
 
 def test_a_single_shard_with_an_index_becomes_a_file_without(llama, ids):
-    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
+    before = logits(llama, ids)
     tensors = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").unlink()
     shard = llama / "model-00001-of-00001.safetensors"
@@ -79,21 +83,22 @@ def test_a_single_shard_with_an_index_becomes_a_file_without(llama, ids):
     main([str(llama)])
     out = llama.with_name("llama-sparse24")
     assert [file.name for file in out.glob("*model*")] == ["model.safetensors"]
-    assert torch.equal(export.load(out)(ids).logits, before)
+    assert torch.equal(logits(out, ids), before)
 
 
 def test_dense_format_keeps_zeros_and_makes_them_positive(llama, ids):
     set_group(llama, "model.layers.0.mlp.up_proj", [-0.0, 1.0, -0.0, 0.5])
-    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
+    before = logits(llama, ids)
     main([str(llama), "--format", "dense"])
     out = llama.with_name("llama-dense")
     report = json.loads((out / "export_report.json").read_text())
     assert report["totals"]["negative_zeros"] == 2
     weight = load_file(out / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert not weight[weight == 0].signbit().any()
+    assert not (out / "README.md").exists()  # as the source has none
     # transformers alone must do
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(ids).logits, before)
+    assert torch.equal(logits(out, ids), before)
 
 
 def test_pickles_are_refused_with_the_next_step(llama, capsys, tmp_path):
@@ -116,14 +121,13 @@ def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
     assert "model.layers.1.self_attn.q_proj" in shown
     assert "--allow-partial" in shown
     assert not llama.with_name("llama-sparse24").exists()
-    main([str(llama), "--allow-partial"])
-    report = json.loads((llama.with_name("llama-sparse24") / "export_report.json").read_text())
-    assert report["totals"]["packed_layers"] == 12
-    assert "not 2:4: 1 of 512" in str(report["layers"])
-    skip = ["--skip", "up_proj", "layers.1.self_attn.q_proj", "--overwrite"]
-    main([str(llama), "--format", "packed", *skip])
-    report = json.loads((llama.with_name("llama-sparse24") / "export_report.json").read_text())
-    assert report["totals"]["packed_layers"] == 11
+    main([str(llama), "--allow-partial", "--check-only"])
+    shown = capsys.readouterr().out
+    assert "12 2:4 layers" in shown
+    assert "not 2:4: 1 of 512" in shown
+    skip = ["--skip", "up_proj", "layers.1.self_attn.q_proj"]
+    main([str(llama), "--format", "packed", *skip, "--check-only"])
+    assert "11 2:4 layers" in capsys.readouterr().out
 
 
 def test_many_offending_layers_are_counted_by_kind(llama, capsys):
@@ -146,15 +150,13 @@ def test_many_offending_layers_are_counted_by_kind(llama, capsys):
 def test_the_pruning_report_says_what_must_be_2_of_4(llama, capsys):
     set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
     write_report(llama, {}, pattern="2:4")
-    main([str(llama)])
+    main([str(llama), "--check-only"])
     assert "it was not to be pruned" in " ".join(capsys.readouterr().out.split())
     write_report(llama, {"model.layers.0.mlp.up_proj": (64, 32)}, sparsity=0.5)
-    assert "not 2:4 in 1 of 1 layers" in refusal(
-        [str(llama), "--format", "packed", "--overwrite"], capsys
-    )
+    assert "not 2:4 in 1 of 1 layers" in refusal([str(llama), "--format", "packed"], capsys)
 
 
-def test_columns_that_are_no_multiple_of_8_stay_dense(pruned, ids, tmp_path):
+def test_columns_that_are_no_multiple_of_8_stay_dense_or_become_bitmasks(pruned, ids, tmp_path):
     source = pruned(intermediate_size=60)
     main([str(source), "--out", str(tmp_path / "out")])
     report = json.loads((tmp_path / "out" / "export_report.json").read_text())
@@ -162,28 +164,21 @@ def test_columns_that_are_no_multiple_of_8_stay_dense(pruned, ids, tmp_path):
     assert dense == {
         f"model.layers.{i}.mlp.down_proj": "in_features 60 is not a multiple of 8" for i in (0, 1)
     }
-    before = AutoModelForCausalLM.from_pretrained(source)(ids).logits
-    assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
+    assert torch.equal(logits(tmp_path / "out", ids), logits(source, ids))
+    thin_out(source)
+    main([str(source), "--out", str(tmp_path / "bits")])
+    report = json.loads((tmp_path / "bits" / "export_report.json").read_text())
+    assert {row["dense_because"] for row in report["layers"]} == {None}
+    assert torch.equal(logits(tmp_path / "bits", ids), logits(source, ids))
 
 
-def test_untied_heads_stay_dense(pruned, tmp_path):
-    main([str(pruned(tie_word_embeddings=False)), "--out", str(tmp_path / "out")])
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert "lm_head.weight" in tensors
-    assert "lm_head.weight_meta" not in tensors
+def test_untied_heads_stay_dense(pruned, capsys):
+    main([str(pruned(tie_word_embeddings=False)), "--check-only"])
+    assert "│ lm_head │ not 2:4: " in capsys.readouterr().out
 
 
-def test_check_only_writes_nothing(llama, capsys):
-    before = sorted(llama.parent.rglob("*"))
-    main([str(llama), "--check-only"])
-    assert "0.5625" in capsys.readouterr().out
-    assert sorted(llama.parent.rglob("*")) == before
-
-
-def test_one_wrong_nibble_in_the_file_fails_the_gate(llama, capsys):
-    main([str(llama)])
-    out = llama.with_name("llama-sparse24")
-    main([str(llama), "--check-only"])
+def test_one_wrong_nibble_in_the_file_fails_the_gate(packed, capsys):
+    llama, out = packed.source, packed.packed
     tensors = load_file(out / "model.safetensors")
     meta = tensors["model.layers.1.mlp.down_proj.weight_meta"]
     low = int(meta[3, 2]) & 15
@@ -205,31 +200,6 @@ def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "status", "said"),
-    [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "interrupted: nothing was written\n")],
-)
-def test_a_run_that_is_ended_leaves_nothing(sent, status, said, llama):
-    code = (
-        "import signal, time, export.packing; from export.to_sparse import main;"
-        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored in the background
-        "export.packing.check_parity = lambda *_, **__: time.sleep(60);"
-        f"main([{str(llama)!r}])"
-    )
-    process = Piped(["-c", code], cwd=ROOT)
-    for _ in range(3000):
-        if any(path.name == "config.json" for path in llama.parent.glob(".*.staging/*")):
-            break
-        time.sleep(0.1)
-    time.sleep(1)
-    process.send_signal(sent)
-    lines = process.communicate().splitlines(keepends=True)
-    assert [line for line in lines if line.startswith("interrupted")] == ([said] if said else [])
-    assert not any("Traceback" in line for line in lines)
-    assert process.returncode == status
-    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
-
-
 def test_an_output_that_is_not_empty_is_refused(llama, capsys):
     out = llama.with_name("llama-sparse24")
     out.mkdir()
@@ -240,23 +210,22 @@ def test_an_output_that_is_not_empty_is_refused(llama, capsys):
     assert (out / "mine.txt").read_text() == "mine"
 
 
-def test_an_export_may_be_replaced_with_all_that_was_copied_into_it(llama):
-    out = llama.with_name("llama-sparse24")
+def test_an_export_may_be_replaced_with_all_that_was_copied_into_it(packed):
+    llama, out = packed.source, packed.packed
     (llama / "LICENSE").write_text("free")
     (llama / "modules.json").write_text('[{"path": "2_Dense"}]')
     (llama / "2_Dense").mkdir()
     save_file({"weight": torch.ones(2)}, llama / "2_Dense" / "model.safetensors")
-    for _ in range(2):
-        main([str(llama), "--overwrite"])
+    main([str(llama), "--overwrite"])
     found = {p.relative_to(out).as_posix() for p in out.rglob("[!.]*") if p.is_file()}
     assert {"LICENSE", "2_Dense/model.safetensors"} < found
     assert set(json.loads((out / "export_report.json").read_text())["files"]) == found
 
 
-@pytest.mark.parametrize("place", ["llama", "llama/inside", "."])
-def test_the_source_is_never_overwritten(place, llama, capsys):
-    args = [str(llama), "--overwrite", "--out", str(llama.parent / place)]
-    assert "neither be the source" in refusal(args, capsys)
+def test_the_source_is_never_overwritten(llama, capsys):
+    for place in ("llama", "llama/inside", "."):
+        args = [str(llama), "--overwrite", "--out", str(llama.parent / place)]
+        assert "neither be the source" in refusal(args, capsys)
     assert (llama / "model.safetensors").is_file()
 
 
@@ -270,8 +239,6 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
         assert "`--device" in refusal([str(llama), "--device", device], capsys)
     if not torch.cuda.is_available():
         assert "no CUDA device" in refusal([str(llama), "--device", "cuda"], capsys)
-    main([str(llama)])
-    assert "already packed" in refusal([str(llama.with_name("llama-sparse24"))], capsys)
     (llama / "model.safetensors").write_bytes(b"damaged")
     assert "no complete safetensors file" in refusal([str(llama), "--overwrite"], capsys)
 
@@ -284,15 +251,15 @@ def test_an_adapter_is_no_model(tmp_path, capsys):
         export.load(tmp_path)
 
 
-@pytest.mark.parametrize("options", [[], ["--check-only"], ["--format", "dense"]], ids=str)
-def test_values_that_are_not_finite_are_refused_and_named(options, llama, capsys):
+def test_values_that_are_not_finite_are_refused_and_named(llama, capsys):
     set_group(llama, "model.layers.1.mlp.up_proj", [float("inf"), 0.0, 0.0, float("nan")])
     tensors = load_file(llama / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan  # in no layer that is packed
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    shown = refusal([str(llama), *options], capsys)
-    assert "NaN or Inf in 2 tensors. The checkpoint is damaged" in shown
-    assert "model.layers.1.mlp.up_proj.weight: 2\n  model.norm.weight: 1\n" in shown
+    for options in ([], ["--check-only"], ["--format", "dense"]):
+        shown = refusal([str(llama), *options], capsys)
+        assert "NaN or Inf in 2 tensors. The checkpoint is damaged" in shown
+        assert "model.layers.1.mlp.up_proj.weight: 2\n  model.norm.weight: 1\n" in shown
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
 

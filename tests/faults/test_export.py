@@ -1,5 +1,6 @@
 """An export that is killed, or that cannot write, leaves nothing, and can be made again."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -48,6 +49,17 @@ KILLS = {
 def test_killed(kill, export):
     with changed(kill):
         assert in_child(export) == signal.SIGKILL
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ended(sent, status, export, tmp_path, capfd):
+    end = at_call(1, lambda *_, **__: os.kill(os.getpid(), sent))
+    with changed((packing, "check_parity", end)), pytest.raises(SystemExit) as ended:
+        in_child(export)
+    assert ended.value.code == status
+    message = "interrupted: nothing was written\n"
+    assert capfd.readouterr().err.startswith(message) == (sent == signal.SIGINT)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk(export):
