@@ -31,6 +31,8 @@ def test_rows_of_denormals_have_a_scale(dtype):
     codes, scales = eight_bit.pack(weight)
     assert eight_bit.damage(codes, scales) is None
     assert torch.equal(eight_bit.unpack(codes, scales), weight)
+    for wrong in (0, torch.finfo(dtype).max):
+        assert "not positive" in eight_bit.damage(codes, torch.full_like(scales, wrong))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

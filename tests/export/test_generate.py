@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from export import continuation
 from export.generate import main
-from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
 
 PROMPT = "import os\n\ndef "
@@ -27,10 +26,9 @@ def test_what_the_model_writes_is_streamed_with_its_speed(capsys):
     assert re.search(r"\[12 tokens: the first after [\d.]+ s, then [\d.]+ a second; \d+ MiB", shown)
 
 
-def test_a_packed_model_is_compared_with_its_source(llama, capsys):
-    to_sparse([str(llama)])
-    packed = llama.with_name("llama-sparse24")
-    capsys.readouterr()
+def test_a_packed_model_is_compared_with_its_source(exports, tmp_path, capsys):
+    made = exports("packed", tmp_path)
+    llama, packed = made.source, made.packed
     arguments = ["--prompt", PROMPT, "--max-new-tokens", "4", "--device", "cpu", "--eager"]
     main([str(packed), "--compare", str(llama), *arguments])
     shown = capsys.readouterr().out
@@ -105,11 +103,9 @@ def as_on_a_gpu(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("form", ["packed", "bitmask"])
-def test_a_gpu_compiles_the_step_around_a_static_cache(form, as_on_a_gpu, llama, caplog):
+def test_a_gpu_compiles_the_step_around_a_static_cache(as_on_a_gpu, exports, tmp_path, caplog):
     """The whole step is one graph, with our operators in it, and writes what plain steps write."""
-    to_sparse([str(llama), "--format", form])
-    directory = llama.with_name({"packed": "llama-sparse24", "bitmask": "llama-bitmask"}[form])
+    directory = exports("packed", tmp_path).packed
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     streamer = Recorded(tokenizer)
@@ -120,8 +116,7 @@ def test_a_gpu_compiles_the_step_around_a_static_cache(form, as_on_a_gpu, llama,
     assert streamer.tokens[-12:] == text_of(model, tokenizer, 12)
     assert as_on_a_gpu
     operators = {str(node.target) for graph in as_on_a_gpu for node in graph.graph.nodes}
-    names = {"packed": "mrp_lightning.linear24", "bitmask": "mrp_lightning.linear_bitmask"}
-    assert any(names[form] in operator for operator in operators)
+    assert any("mrp_lightning.linear24" in operator for operator in operators)
 
 
 def test_where_the_step_cannot_be_compiled_a_warning_says_so(monkeypatch, llama, caplog):

@@ -233,19 +233,14 @@ def test_each_tensor_of_the_files_is_in_the_file(gpt2, capsys):
     assert "output.weight" not in stored
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"activation_function": "relu"}, "`activation_function` 'relu'"),
-        ({"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "`auto_map` gives code"),
-        ({"architectures": ["OwnForCausalLM"]}, "`architectures` names OwnForCausalLM"),
-    ],
-)
-def test_what_no_metadata_state_is_refused(change, message, gpt2, capsys):
-    configure(gpt2, **change)
-    like = gpt2.with_name("like.gguf")
-    out = gpt2.with_name("out.gguf")
-    assert message in refusal([gpt2, "--like", like, "--out", out], capsys)
+def test_what_no_metadata_state_is_refused(gpt2, capsys):
+    paths = [gpt2, "--like", gpt2.with_name("like.gguf"), "--out", gpt2.with_name("out.gguf")]
+    configure(gpt2, architectures=["OwnForCausalLM"])
+    assert "`architectures` names OwnForCausalLM" in refusal(paths, capsys)
+    configure(gpt2, auto_map={"AutoModelForCausalLM": "own.Own"}, activation_function="relu")
+    error = refusal(paths, capsys)
+    assert "`activation_function` 'relu'" in error
+    assert "`auto_map` gives code" in error
 
 
 def test_what_cannot_be_compared_is_named(gpt2, capsys):

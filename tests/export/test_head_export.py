@@ -41,10 +41,8 @@ def _sources(pruned, tmp_path_factory):
 @pytest.fixture
 def source(request, _sources, tmp_path):
     """A source with its export beside it, in directories of the test's own."""
-    root = shutil.copytree(
-        Path(_sources[getattr(request, "param", True)]).parent, tmp_path / "both"
-    )
-    return root / "llama"
+    original = Path(_sources[getattr(request, "param", True)])
+    return shutil.copytree(original.parent, tmp_path / "both") / "llama"
 
 
 both = pytest.mark.parametrize("source", [True, False], ids=["tied", "free"], indirect=True)

@@ -105,7 +105,7 @@ def test_it_reads_back_as_the_same_model(options, source, pruned, tmp_path, caps
     assert words.get_vocab() == AutoTokenizer.from_pretrained(run).get_vocab()
 
 
-@pytest.mark.parametrize(("kind", "off"), [("f16", 1e-3), ("q8_0", 0.02), ("q4_0", 0.2)])
+@pytest.mark.parametrize(("kind", "off"), [("q8_0", 0.02), ("q4_0", 0.2)])
 def test_zeros_stay_zeros_in_every_type(kind, off, source, pruned, tmp_path):
     run = pruned(source, pattern="2:4")
     out = tmp_path / "other.gguf"
@@ -147,11 +147,7 @@ def test_what_does_not_fit_is_refused(source, dense, pruned, tmp_path, capsys):
 
 GRIDS_OF_RUNS = [
     ({"grid": "iq4_nl"}, "IQ4_NL"),
-    ({"grid": "mxfp4"}, "MXFP4"),
-    ({"grid": "q4_0", "sparsity": 0.5}, "Q4_0"),
     ({"bits": 3, "pattern": "2:4"}, "Q4_0"),
-    ({"bits": 8}, "Q8_0"),
-    ({"grid": "q5_0"}, "Q5_0"),
     ({"bits": 4, "sparsity": 0.5}, "Q5_0"),
 ]
 
@@ -171,10 +167,10 @@ def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, pruned, tmp
 
 
 def test_export_makes_the_file_of_a_head_on_a_grid_of_llama_cpp(dense, pruned, tmp_path):
-    run = pruned(dense, head_grid="q8_0")
+    run = pruned(dense, head_grid="iq4_nl")
     export([str(run)])
     stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
-    assert stored["token_embd.weight"].tensor_type.name == "Q8_0"
+    assert stored["token_embd.weight"].tensor_type.name == "IQ4_NL"
 
 
 def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, pruned, tmp_path, capsys):
@@ -216,8 +212,6 @@ def test_rounding_is_reported_and_embeddings_may_have_another_type(
         ({"head_grid": "iq4_nl"}, None, "F32", "IQ4_NL"),
         ({"head_grid": "iq4_nl"}, "bf16", "BF16", "BF16"),
         ({"head_grid": "iq4_nl", "grid": "q4_0"}, "q4_0", "Q4_0", "IQ4_NL"),
-        ({"head_grid": "q5_0", "sparsity": 0.5, "bits": 4}, "q8_0", "Q8_0", "Q5_0"),
-        ({"head_grid": "q8_0", "grid": "iq4_nl"}, None, "IQ4_NL", "Q8_0"),
         ({"head_grid": "q5_1", "grid": "q4_1"}, None, "Q4_1", "Q5_1"),
     ],
     ids=str,
@@ -279,11 +273,15 @@ def test_a_damaged_source_is_refused_by_name(part, source, runs, tmp_path, capsy
     assert f"`--like`: {damaged} is damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float32], ids=str)
-def test_a_matrix_that_was_pruned_in_bfloat16_is_exact(stored_as):
+@pytest.mark.parametrize("grid", ["iq4_nl", "mxfp4", "q4_0", "q5_0", "q8_0"])
+def test_a_matrix_that_was_pruned_in_bfloat16_is_exact(grid):
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    quantised = prune_weight(weight, torch.eye(64), grid="iq4_nl").weight
-    assert encode("blk.0.ffn_down.weight", quantised.to(stored_as), "auto").kind.name == "iq4_nl"
+    quantised = prune_weight(weight, torch.eye(64), grid=grid).weight
+    for stored_as in (torch.bfloat16, torch.float32):
+        encoded = encode("blk.0.ffn_down.weight", quantised.to(stored_as), "auto")
+        assert encoded.kind.name == grid
+        values = dequantize(encoded.content, encoded.kind.stored_as)
+        assert torch.equal(torch.from_numpy(values.copy()).bfloat16(), quantised)
 
 
 def test_of_two_types_that_hold_a_matrix_auto_takes_the_smaller():
@@ -339,7 +337,7 @@ def test_minima_are_stored_to_the_bit(name, dtype):
         encode("blk.0.ffn_down.weight", weight, "auto", parameters)
 
 
-@pytest.mark.parametrize("name", ["q4_1", "q4_k", "q3_k"])
+@pytest.mark.parametrize("name", ["q4_k", "q3_k"])
 def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(name, tmp_path, capsys):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
     (tmp_path / "dense").mkdir()

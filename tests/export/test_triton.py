@@ -40,23 +40,20 @@ def assert_equal_up_to_rounding(y, x, weight, bias):
     torch.testing.assert_close(y.double(), truth, rtol=2 * torch.finfo(y.dtype).eps, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gemv_is_the_product(shape, dtype):
-    x, weight, bias = problem(1, *shape, dtype)
-    bias = bias if (dtype is DTYPES[0]) == (shape in SHAPES[::2]) else None
-    y = triton_kernels.gemv(x, *pack(weight), bias)
-    assert y.dtype == dtype
-    assert_equal_up_to_rounding(y, x, weight, bias)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, DTYPES[0]), (5, DTYPES[1]), (17, DTYPES[0])])
-def test_gemm_is_the_product(tokens, shape, dtype):
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)), ids=str)
+def test_the_kernels_multiply_and_unpack(number, shape):
+    dtype, tokens = DTYPES[number % 2], (1, 5, 17)[number % 3]
     x, weight, bias = problem(tokens, *shape, dtype)
-    y = triton_kernels.gemm(x, *pack(weight), bias)
-    assert y.dtype == dtype
-    assert_equal_up_to_rounding(y, x, weight, bias)
+    bias = bias if number % 4 else None
+    packed = pack(weight)
+    for some, kernel in ((x[:1], triton_kernels.gemv), (x, triton_kernels.gemm)):
+        y = kernel(some, *packed, bias)
+        assert y.dtype == dtype
+        assert_equal_up_to_rounding(y, some, weight, bias)
+    weight[2, 0], weight[2, 1] = float("inf"), float("-inf")
+    weight[2, 2:4] = 0
+    unpacked = triton_kernels.unpack(*pack(weight))
+    assert torch.equal(unpacked.view(torch.int16), weight.view(torch.int16))
 
 
 def test_the_kernels_compile_for_devices_that_are_not_here():
@@ -98,16 +95,6 @@ def test_any_shape_and_number_of_tokens_gives_the_product(seed):
     assert_equal_up_to_rounding(triton_kernels.gemv(x[:1], *packed, bias), x[:1], weight, bias)
     unpacked = triton_kernels.unpack(*packed)
     assert torch.equal(unpacked.view(torch.int16), (weight + 0.0).view(torch.int16))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_unpack_gives_the_very_bits(shape, dtype):
-    _, weight, _ = problem(1, *shape, dtype)
-    weight[2, 0], weight[2, 1] = float("inf"), float("-inf")
-    weight[2, 2:4] = 0
-    unpacked = triton_kernels.unpack(*pack(weight))
-    assert torch.equal(unpacked.view(torch.int16), weight.view(torch.int16))
 
 
 def test_inputs_may_lie_anywhere_in_memory():
