@@ -1,5 +1,6 @@
-"""Sweeps of a tiny model, as a user starts them."""
+"""Sweeps of a tiny model, as a user starts them; one of them is made once and copied."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from quiet import QUIET
 BASE = {
     "data": {
         "train_files": ["text.txt"],
-        "eval_files": ["text.txt"],
+        "eval_files": ["test.txt"],
         "num_samples": 4,
         "sequence_length": 32,
         "batch_size": 2,
@@ -26,23 +27,6 @@ seeds: [0]
 """
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, tiny_llama) -> Path:
-    monkeypatch.chdir(tmp_path)
-    lines = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400))
-    Path("text.txt").write_text(lines)
-    Path("base.yaml").write_text(yaml.safe_dump(BASE))
-    sweep = {
-        "base": ["base.yaml"],
-        "models": {"tiny": {"options": {"model.model": str(tiny_llama)}}},
-        "runs": {"2:4": ["magnitude", "SS", "SM"], "50%": ["SM"]},
-        "seeds": [0, 1],
-        "out": "out",
-    }
-    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
-    return tmp_path
-
-
 def run_sweep(*more: str) -> None:
     from mrp_lightning.commands.main import main  # needs the extra `cli`
 
@@ -54,3 +38,47 @@ def rewrite(path: str, *changed: tuple[str, str]) -> None:
     for change in changed:
         text = text.replace(*change)
     Path(path).write_text(text)
+
+
+def write_files(directory: Path, model: Path) -> None:
+    """A sweep, and all that its runs read."""
+    lines = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400))
+    for name in ("text.txt", "test.txt"):
+        (directory / name).write_text(lines)
+    shutil.copytree(model, directory / "model")
+    (directory / "base.yaml").write_text(yaml.safe_dump(BASE))
+    sweep = {
+        "base": ["base.yaml"],
+        "models": {"tiny": {"options": {"model.model": "model"}}},
+        "runs": {"2:4": ["magnitude", "SS", "SM"], "50%": ["SM"]},
+        "seeds": [0, 1],
+        "out": "out",
+    }
+    (directory / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path) -> Path:
+    """The files of a sweep, in the working directory."""
+    write_files(tmp_path, tiny_llama)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """The directory of a sweep that made four runs, with their models; not to be changed."""
+    directory = tmp_path_factory.mktemp("sweep")
+    write_files(directory, tiny_llama)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        run_sweep("--save_checkpoints=true", "--only=tiny/2of4-[Sm][Ma]*")
+    return directory
+
+
+@pytest.fixture
+def finished(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of these runs, in the working directory."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -4,7 +4,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jsonargparse import Namespace
 from jsonargparse.typing import Path_fr
@@ -37,35 +37,31 @@ _BAR = "trainer.enable_progress_bar"
 
 
 class RunConfiguration(PruningCLI):
-    """The configuration of a run: YAML files with options set; `build` makes model and data.
+    """The configuration of a run, read as a command line; `build` makes trainer, model and data.
 
     Args:
         files: The configurations, as `--config` takes them.
-        options: Values by dotted key. A key through a list sets the list's last item.
+        options: Values by dotted key, which come after the files. A key through a list sets the
+            list's last item.
     """
 
-    def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:
-        self._options = options
-        with quiet_lightning():
-            super().__init__([f"--config={file.absolute}" for file in files], run=False)
+    _parsers: ClassVar[dict[Any, LightningArgumentParser]] = {}
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the files, with missing required keys from the options; set these, parse again."""
-        # The options come after the files: a text that they name overrides a text of a file.
-        self._data += [
-            ("", key.split(".")[1])
-            for option, values in self._options.items()
-            for key, _ in _flat(values, option)
-            if key.startswith("data.")
-        ]
-        required = Namespace()  # a file may lack required keys
-        for key, value in self._options.items():
-            if not key.startswith("trainer.callbacks"):
-                required[key] = value
-        config = _nested(parser, parser.parse_args(args, namespace=required))
-        for key, value in self._options.items():
-            _set(config, key.split("."), value)
-        self.config = parser.parse_object(config)
+    def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:
+        words = [f"--config={file.absolute}" for file in files]
+        for key, value in options.items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            words.append(f"--{key}={text}")
+        with quiet_lightning():
+            super().__init__(words, run=False)
+
+    def setup_parser(self, *options: Any) -> None:
+        """Make the parser once for all runs of a sweep: it takes longer than to read them."""
+        classes = self.model_class, self.datamodule_class
+        if classes not in self._parsers:
+            super().setup_parser(*options)
+            self._parsers[classes] = self.parser
+        self.parser = self._parsers[classes]
 
     def instantiate_classes(self) -> None:
         """Do nothing: `build` instantiates, so that a configuration can be read without a model."""
@@ -76,11 +72,8 @@ class RunConfiguration(PruningCLI):
 
     def described(self) -> dict[str, Any]:
         """Return the configuration by dotted key, defaults included."""
-        return dict(_flat(_nested(self.parser, self.config)))
-
-    def difference(self, earlier: Mapping[str, Any]) -> str:
-        """Describe how this configuration differs from an earlier `described()`; "" if equal."""
-        return "; ".join(differences(earlier, self.described()))
+        text = self.parser.dump(self.config, format="json", skip_unset=False)
+        return dict(_flat(json.loads(text)))
 
 
 def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
@@ -261,7 +254,7 @@ def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
     if run.finished is None:
         return ""
     configuration, recorded = configure(trial, sweep), run.finished.inputs
-    difference = configuration.difference(run.finished.config)
+    difference = "; ".join(differences(run.finished.config, configuration.described()))
     # Other options name other files, which would be a second message on one cause.
     if difference or not recorded:
         return difference
@@ -325,23 +318,6 @@ def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirecto
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."
         )
-
-
-def _nested(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
-    nested: dict[str, Any] = json.loads(parser.dump(config, format="json", skip_unset=False))
-    return nested
-
-
-def _set(values: Any, path: Sequence[str], value: Any) -> None:
-    """Set a value in nested collections; a value in the way is replaced by a mapping."""
-    first, *rest = path
-    if not rest:
-        values[first] = value
-        return
-    if not (isinstance(values.get(first), dict | list) and values[first]):
-        values[first] = {}
-    inner = values[first]
-    _set(inner[-1] if isinstance(inner, list) else inner, rest, value)
 
 
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:

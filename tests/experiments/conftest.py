@@ -1,3 +1,3 @@
 """Sweeps of a tiny model."""
 
-from small_sweeps import here  # noqa: F401
+from small_sweeps import finished, here, made  # noqa: F401

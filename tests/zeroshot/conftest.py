@@ -14,6 +14,23 @@ from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.text.sources import standard_library
 
+
+@pytest.fixture(autouse=True)
+def short_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make lm-eval's index of its own tasks, which takes a minute, that of one folder of them."""
+    tasks = pytest.importorskip("lm_eval.tasks", reason="needs the extra `zeroshot`")
+    manager, folder = tasks.TaskManager, Path(tasks.__file__).with_name("lambada")
+    make = manager.__init__
+
+    def make_short(
+        self: Any, *, include_path: Any = None, include_defaults: bool = True, **options: Any
+    ) -> None:
+        paths = [folder] * include_defaults + ([] if include_path is None else [include_path])
+        make(self, include_path=paths, include_defaults=False, **options)
+
+    monkeypatch.setattr(manager, "__init__", make_short)
+
+
 NUMBER = 10
 """Of samples of a task."""
 METRICS = {
