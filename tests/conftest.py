@@ -1,4 +1,5 @@
 import functools
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,12 +25,26 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if find_spec("hypothesis"):  # `make gpu` runs tests without it
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
+    # Nothing is timed: other work on the same machine makes any example slow.
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("short", patient, max_examples=25)
     # Where nobody looks at a failure at once, the same examples are tried every time.
-    settings.register_profile("repeatable", derandomize=True)
-    if "CI" in os.environ:
-        settings.load_profile("repeatable")
+    settings.register_profile("repeatable", patient, max_examples=25, derandomize=True)
+    settings.register_profile("thorough", patient, max_examples=1000)
+    settings.load_profile("repeatable" if "CI" in os.environ else "short")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Search for no garbage in what is imported and collected: it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,31 +89,31 @@ def second() -> Iterator[torch.device]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a random LLaMA of two blocks and the embedded model's tokenizer."""
+def write_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes a random LLaMA of two blocks and the embedded model's tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from mrp_lightning.embedded import STDLIB_LLAMA
 
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=2048,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    directory = tmp_path_factory.mktemp("models") / "tiny-llama"
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
-    return directory
+    def write(name: str, hidden_size: int) -> Path:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        tokens = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+        shared = {"max_position_embeddings": 128, "tie_word_embeddings": True}
+        config = AutoConfig.for_model("llama", **sizes, **heads, **tokens, **shared)
+        directory = tmp_path_factory.mktemp("models") / name
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
+        return directory
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(write_llama: Callable[..., Path]) -> Path:
+    """The directory of a model whose layers have 32 and 64 columns."""
+    return write_llama("tiny-llama", 32)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -35,8 +35,6 @@ from mrp_sparse.formats.sparse24 import (
 )
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""Drawing a weight value by value takes long where other work runs on the same machine."""
 Draw = Callable[..., Any]
 
 
@@ -102,7 +100,6 @@ of_any_format = st.sampled_from(list(WEIGHTS)).flatmap(
 )
 
 
-@patient
 @given(of_any_format)
 def test_packing_loses_no_bit(case: tuple[PackedFormat, Tensor]) -> None:
     form, weight = case
@@ -119,7 +116,6 @@ def test_packing_loses_no_bit(case: tuple[PackedFormat, Tensor]) -> None:
     )
 
 
-@patient
 @given(weights_of_four_bits())
 def test_a_plain_loop_reads_four_bits_as_documented(weight):
     nibbles, places, scales = bitmask4.pack(weight)
@@ -144,7 +140,6 @@ def test_a_plain_loop_reads_four_bits_as_documented(weight):
     assert scales.dtype == weight.dtype
 
 
-@patient
 @given(weights_of_four_bits(), st.integers(0, 2**20), st.booleans())
 def test_codes_and_scales_are_those_of_the_grid_on_which_pruning_puts_them(weight, seed, is_off):
     """Also of weights in float64, of NaN and of infinity, and where a group fits no scale."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrp_sparse.formats import slices
@@ -35,7 +35,6 @@ def same(tensors, others):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.option)
 @given(st.integers(1, 9), st.integers(1, 40), st.floats(0, 1), st.integers(0, 999), st.data())
-@settings(max_examples=40, deadline=None)
 def test_rows_are_those_of_the_dense_weight(form, rows, octets, kept, seed, data):
     dense = weight(form, rows, 8 * octets, seed, kept).bfloat16()
     begin = data.draw(st.integers(0, rows - 1))
@@ -47,7 +46,6 @@ def test_rows_are_those_of_the_dense_weight(form, rows, octets, kept, seed, data
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.option)
 @given(st.integers(1, 9), st.integers(1, 6), st.floats(0, 1), st.integers(0, 999), st.data())
-@settings(max_examples=40, deadline=None)
 def test_columns_are_packed_as_by_themselves(form, rows, units, kept, seed, data):
     size = slices.unit(form)
     extra = 8 * data.draw(st.integers(0, size // 8 - 1))

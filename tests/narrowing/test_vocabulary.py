@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_of_text import KINDS, OTHER, TEXT, by_level, tokenizer_of, unigram
@@ -84,7 +84,6 @@ def test_the_words_that_stay(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_string_decodes_to_itself_and_words_map_one_to_one(kind, data):
     tokenizer, cut, _, _ = cut_of(kind)

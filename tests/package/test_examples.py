@@ -39,8 +39,8 @@ def test_own_module():
     assert accuracy["dense"] - accuracy["pruned"] < 0.05
 
 
-def test_causal_lm(tmp_path, embedded):
-    text = example("causal_lm").main(str(embedded))
+def test_causal_lm(tmp_path, tiny_llama):
+    text = example("causal_lm").main(str(tiny_llama))
     assert text.startswith("import os")
     assert len(text) > 40
     assert (tmp_path / "runs/example-2of4-sparse24/model.safetensors").is_file()

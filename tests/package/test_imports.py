@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -226,47 +227,56 @@ def test_the_solver_needs_no_other_room():
             assert not others & HEAVY, name
 
 
-def loaded_by(code: str) -> set[str]:
-    """The modules in a process that ran some code, which must leave Python's finders alone."""
-    check = f"import sys; finders = [*sys.meta_path]; {code}; assert sys.meta_path == finders"
-    command = [sys.executable, "-c", f"{check}; print(*sys.modules)"]
+STEPS = {
+    "package": "import mrp_lightning",
+    "floor": f"import {', '.join(name for name in modules() if name.startswith('mrp_ground.'))}",
+    "solver": "import mrp_lightning.pruning.sequential; from mrp_lightning import prune_weight",
+    "command": """
+from mrp_lightning.commands.quiet import without_noise
+with without_noise(): from transformers import LlamaForCausalLM
+""",
+}
+_TAKE = """
+import json, sys
+loaded = {}
+for name, code in json.loads(sys.argv[1]).items():
+    finders = [*sys.meta_path]
+    exec(code)
+    loaded[name] = [[*sys.modules], sys.meta_path == finders]
+print(json.dumps(loaded))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """The modules in a process of its own after each of `STEPS`, none of which writes anything."""
+    command = [sys.executable, "-c", _TAKE, json.dumps(STEPS)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    return set(ended.stdout.split())
+    assert ended.stderr == ""
+    after = json.loads(ended.stdout)
+    assert all(after[step][1] for step in ("package", "floor")), "Python's finders are changed"
+    return {step: {*names} for step, (names, _) in after.items()}
 
 
-def test_the_package_waits_with_all_that_takes_time():
+def test_the_package_waits_with_all_that_takes_time(loaded):
     """In 0.05 s; torch alone takes more than one."""
-    assert not loaded_by("import mrp_lightning") & {"torch", "numpy", "mrp_sparse", *HEAVY}
+    assert not loaded["package"] & {"torch", "numpy", "mrp_sparse", *HEAVY}
 
 
-def test_the_ground_floor_does_nothing_at_import():
-    floor = [name for name in modules() if name.startswith("mrp_ground.")]
+def test_the_ground_floor_does_nothing_at_import(loaded):
+    added = loaded["floor"] - loaded["package"]
+    floor = {name for name in loaded["floor"] if name.startswith("mrp_ground.")}
     assert len(floor) == len(ORDER["mrp_ground"])
-    loaded = loaded_by(f"import {', '.join(floor)}")
-    assert set(floor) <= loaded
-    assert not [name for name in loaded if name.startswith(("mrp_sparse", "mrp_lightning"))]
+    assert not [name for name in added if name.startswith(("mrp_sparse", "mrp_lightning"))]
 
 
-def test_solver_and_walk_load_torch_alone():
-    code = (
-        "import sys, mrp_lightning.pruning.sequential; from mrp_lightning import prune_weight;"
-        "print([m for m in ('lightning', 'transformers', 'datasets', 'rich') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert shown.stdout.strip() == "[]", shown.stderr
+def test_solver_and_walk_load_torch_alone(loaded):
+    assert not loaded["solver"] & {"lightning", "transformers", "datasets", "rich"}
 
 
-def test_a_command_that_loads_torchao_leaves_the_terminal_alone():
+def test_a_command_that_loads_torchao_leaves_the_terminal_alone(loaded):
     """transformers loads it where it is installed, whether anybody uses it or not."""
-    if importlib.util.find_spec("torchao") is None:
-        pytest.skip("needs the extra `torchao`")
-    code = "import sys; from mrp_lightning.commands.quiet import without_noise\n"
-    code += (
-        "with without_noise(): from transformers import LlamaForCausalLM\nsys.modules['torchao']"
-    )
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")
+    assert ("torchao" in loaded["command"]) == bool(importlib.util.find_spec("torchao"))
 
 
 def test_everything_public_is_there():

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from gguf_files import write
 from quiet import QUIET
@@ -47,11 +46,11 @@ SMALL = {
     r'calibration="c4"': 'calibration="c4", corpora_dir="corpora"',
     r"(?<!lightning\.)\bTrainer\((?=\)|max)": "Trainer(**QUIET, ",
 }
-OPTIONS = {"prune": ["--num-samples=4", "--sequence-length=64", "--accelerator=cpu"]}
-OPTIONS |= {"generate": ["--max-new-tokens=4"]}
 TRAINER = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--data.sequence_length=64"]
 TRAINER += ["--data.num_samples=4", "--data.batch_size=4"]
-OPTIONS |= {
+OPTIONS = {
+    "prune": ["--num-samples=4", "--sequence-length=64", "--eval-samples=4", "--accelerator=cpu"],
+    "generate": ["--max-new-tokens=4"],
     "predict": TRAINER,
     "fit": [*TRAINER, "--trainer.max_steps=2"],
     "test": [*TRAINER, "--trainer.limit_test_batches=1"],
@@ -74,28 +73,14 @@ def commands(text: str) -> list[list[str]]:
     return [line[1:] for line in words if line]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """A LLaMA with layers of 128 columns, which all packed formats take."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from mrp_lightning.embedded import STDLIB_LLAMA
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    tokens = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
-    config = AutoConfig.for_model("llama", **sizes, **heads, **tokens, tie_word_embeddings=True)
-    directory = tmp_path_factory.mktemp("models") / "model"
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
-def here(model, corpora_dir, short_library, tmp_path, monkeypatch) -> Path:
-    """A directory with all that the pages name."""
+def here(write_llama, corpora_dir, short_library, tmp_path, monkeypatch) -> Path:
+    """A directory with all that the pages name.
+
+    The model's layers have 128 columns, which all packed formats take.
+    """
     monkeypatch.chdir(tmp_path)
+    model = write_llama("model", 128)
     for name in ("facebook/opt-125m", "HuggingFaceTB/SmolLM2-135M-Instruct", "DIR", "MODEL"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).symlink_to(model)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from export.to_sparse import main as to_sparse
 from mrp_lightning import __version__
-from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse import __version__ as runtime_version
 from mrp_sparse.kernels import library
 
@@ -55,10 +54,9 @@ def environment(home: Path, *wheels: Path) -> Path:
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin" / "python"
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    purelib = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
     here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    Path(purelib.stdout.strip(), "needed.pth").write_text("\n".join(here))
+    (purelib,) = home.glob("lib/python*/site-packages")
+    (purelib / "needed.pth").write_text("\n".join(here))
     pip = [sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", *wheels], check=True)
     return python
@@ -153,11 +151,11 @@ def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(
 
 
 @pytest.mark.usefixtures("short_library")
-def test_the_runtime_loads_a_packed_model_by_itself(runtime, tmp_path):
+def test_the_runtime_loads_a_packed_model_by_itself(runtime, tiny_llama, tmp_path):
     """It neither has nor needs what prunes: without these packages the model loads and writes."""
     packed = tmp_path / "packed"
     pruned = tmp_path / "pruned"
-    prune_weights(STDLIB_LLAMA, pruned)
+    prune_weights(tiny_llama, pruned)
     to_sparse([str(pruned), "--out", str(packed)])
     code = (
         "import sys\n"
@@ -177,21 +175,25 @@ def test_the_runtime_loads_a_packed_model_by_itself(runtime, tmp_path):
     assert json.loads(written) == expected[0].tolist()
 
 
-def test_the_wheel_prunes_and_packs_in_another_directory(python, tmp_path, monkeypatch):
+def test_the_wheel_prunes_and_packs_in_another_directory(python, tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    where = "import mrp_lightning, mrp_lightning.embedded as e; print(mrp_lightning.__file__);"
-    package, model = run(python, "-c", f"{where} print(e.STDLIB_LLAMA)").split()
-    assert Path(package).is_relative_to(python.parents[1])
     configs = python.parents[1] / "share" / "mrp-lightning" / "configs"
     Path("text.txt").write_text("def f(x):\n    return x + 1\n" * 400)
     data = ["--data.train_files=[text.txt]", "--data.num_samples=2", "--data.sequence_length=32"]
     quiet = ["--trainer.logger=false", "--trainer.accelerator=cpu"]
     config = f"--config={configs}/patterns/2of4.yaml"
     save = "--trainer.callbacks.init_args.save_dir=pruned"
-    predict = ["predict", config, f"--model.model={model}", save, *data, *quiet]
-    # Both in one process: what they import takes longer than what they do.
-    commands = f"main({predict!r}); main(['export', 'pruned'])"
-    run(python, "-c", f"from mrp_lightning.commands.main import main; {commands}")
+    predict = ["predict", config, f"--model.model={tiny_llama}", save, *data, *quiet]
+    # All in one process: what is imported takes longer than what is done.
+    code = (
+        "import mrp_lightning; print(mrp_lightning.__file__);"
+        "from mrp_lightning.embedded import STDLIB_LLAMA; print(STDLIB_LLAMA);"
+        "from mrp_lightning.commands.main import main;"
+        f"main({predict!r}); main(['export', 'pruned'])"
+    )
+    package, model = map(Path, run(python, "-c", code).splitlines()[:2])
+    assert package.is_relative_to(python.parents[1])
+    assert model.is_relative_to(package.parent)
     report = json.loads(Path("pruned/pruning_report.json").read_text())
     assert report["versions"]["mrp_lightning"] == __version__
     assert report["totals"]["sparsity"] == pytest.approx(0.5, abs=1e-3)

@@ -3,7 +3,7 @@ import os
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError
@@ -56,7 +56,6 @@ def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("run")
 
 
-@settings(deadline=None)
 @given(report=reports)
 def test_what_is_saved_is_loaded(report, directory):
     report.layers = [replace(row, block="m.0") for row in report.layers]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
@@ -68,7 +68,6 @@ def test_a_quantised_weight_is_read_back(name, dtype, problem, truth):
 
 
 @given(st.sampled_from(STORED), st.sampled_from(DTYPES), st.integers(0, 2**20))
-@settings(max_examples=25, deadline=None)
 def test_any_codes_and_scales_are_read_back(name, dtype, seed):
     """Also scales that no search would choose, and those below float16's normal numbers."""
     grid, generator = GRIDS[name], torch.Generator().manual_seed(seed)

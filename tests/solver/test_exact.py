@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
@@ -481,7 +481,6 @@ def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
     damping=1e-4,
     method="wanda+M",
 )
-@settings(max_examples=30, deadline=None)
 @pytest.mark.filterwarnings("ignore::mrp_lightning.errors.NumericalWarning")  # see `rounding`
 def test_any_problem_ends_at_its_optimum(
     problem, truth, rows, groups, tokens, seed, sparsity, block, damping, method

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError, OptionError
@@ -52,7 +52,6 @@ def weights_on_a_grid(draw):
 
 
 @given(weights_on_a_grid())
-@settings(max_examples=30, deadline=None)
 def test_a_weight_on_the_grid_is_told_apart_exactly(drawn):
     grid, codes, scales = drawn
     columns = codes.shape[1]

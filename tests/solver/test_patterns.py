@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import PatternError
@@ -76,7 +76,6 @@ def test_lowest_is_a_stable_sort(values, data):
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(2, 8), st.data())
-@settings(deadline=None)
 def test_groups_are_ranked_stably(rows, groups, group, data):
     kept = data.draw(st.integers(1, group - 1))
     width = groups * group
@@ -105,7 +104,6 @@ def test_long_groups_are_ranked_too(group):
 @given(
     st.floats(0.001, 0.999), st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=6)
 )
-@settings(deadline=None)
 def test_unstructured_blocks_add_up_to_the_budget(sparsity, rows, widths):
     pattern, done, total = Unstructured(sparsity), 0, 0
     for width in widths:

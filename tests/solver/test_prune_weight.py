@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
@@ -38,7 +38,6 @@ def is_negative_zero(values):
     spoil=st.sets(st.sampled_from(["zero", "duplicate", "ties", "strided", "zero rows"])),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=30, deadline=None)
 def test_counts_are_exact_and_inputs_untouched(
     problem, method, pattern, sparsity, rows, groups, tokens, block, damping, dtype, spoil, seed
 ):
