@@ -43,6 +43,7 @@ SMALL = {
     r"num_samples=\d+": "num_samples=4",
     r"sequence_length=\d+": "sequence_length=64",
     r"max_steps=\d+": "max_steps=1",
+    "bf16-mixed": "32-true",  # which many CPUs have no instructions for
     r'calibration="c4"': 'calibration="c4", corpora_dir="corpora"',
     r"(?<!lightning\.)\bTrainer\((?=\)|max)": "Trainer(**QUIET, ",
 }
@@ -52,7 +53,7 @@ OPTIONS = {
     "prune": ["--num-samples=4", "--sequence-length=64", "--eval-samples=4", "--accelerator=cpu"],
     "generate": ["--max-new-tokens=4"],
     "predict": TRAINER,
-    "fit": [*TRAINER, "--trainer.max_steps=2"],
+    "fit": [*TRAINER, "--trainer.max_steps=2", "--trainer.precision=32-true"],
     "test": [*TRAINER, "--trainer.limit_test_batches=1"],
 }
 """What the tests append to a command."""
