@@ -20,7 +20,7 @@ from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import load_tokenizer
 from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 from mrp_sparse.huggingface import expand_bitmasks
-from mrp_sparse.packed_linear import Bitmask4Linear
+from mrp_sparse.packed_linear import Bitmask4Linear, round_activations
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +117,13 @@ def _generate(directory: str, options: Namespace, device: torch.device) -> Speed
         print("[a head of 8 bits: it is stored so]")
     elif options.head_bits == 8:
         _change(model, first, "a head of 8 bits", round_head)
-    if options.activations == 8:
-        if any(isinstance(module, Bitmask4Linear) for module in model.modules()):
-            _change(model, first, "activations of 8 bits", _round_activations)
-        else:
-            print("[activations of 8 bits: no layer has four bits, and none is rounded]")
+    layers = [module for module in model.modules() if isinstance(module, Bitmask4Linear)]
+    if any(layer.eight_bit_activations for layer in layers):
+        print("[activations of 8 bits: the directory asks for them]")
+    elif options.activations is not None and layers:
+        _change(model, first, "activations of 8 bits", round_activations)
+    elif options.activations is not None:
+        print("[activations of 8 bits: no layer has four bits, and none is rounded]")
     streamer = TimedStreamer(tokenizer)
     speed = write(model, tokens, streamer, options.max_new_tokens, not options.eager)
     print(f"{speed}\n", flush=True)
@@ -194,13 +196,6 @@ def _warm_up(model: Any, options: Mapping[str, Any]) -> None:
     # of another length needs another graph.
     stop = [lambda ids, _: torch.full((len(ids),), ids.shape[1] >= most, device=ids.device)]
     model.generate(**options, stopping_criteria=stop)
-
-
-def _round_activations(model: torch.nn.Module) -> None:
-    """Set `eight_bit_activations` of all layers of four bits, in place."""
-    for module in model.modules():
-        if isinstance(module, Bitmask4Linear):
-            module.eight_bit_activations = True
 
 
 @torch.no_grad()

@@ -40,8 +40,8 @@ def _parser() -> Any:
     option("--max-new-tokens", type=number_from(1), default=128, metavar="N", help=text)
     option("--device", help="default: cuda if present")
     option("--eager", action="store_true", help="let Python take each step on a GPU, too")
-    text = "bits of the activations of layers of four bits, on a CPU; 8 is faster and less exact"
-    option("--activations", type=int, choices=(16, 8), default=16, help=text)
+    text = "round the inputs of layers of four bits to int8, which is less exact"
+    option("--activations", choices=("int8",), help=text)
     text = "bits of the head, on a CPU; 8 is faster and less exact"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     return parser

@@ -90,11 +90,13 @@ class Packed(Target[ExportReport]):
         self.suffix = self.name or (form.name if form else None)
 
     def require(self, options: Namespace) -> None:
-        """Refuse a head of 8 bits where layers are not packed by this package."""
+        """Refuse options that change the format of layers where that has no room for them."""
         if options.head_bits == 8 and self.name is not None:
             raise OptionError(
                 f"`--head-bits 8` is for the packed formats, and not for `--format {self.name}`."
             )
+        if self.name is not None or self.form is not None:
+            self._check_activations(options, self.form)
 
     def why_not(self, layer: LayerChoice) -> str | None:  # noqa: ARG002
         """Return why a layer that has the zeros cannot be written, `None` if it can."""
@@ -119,11 +121,23 @@ class Packed(Target[ExportReport]):
         # The head is written in 8 bits, hence is no packed layer, whatever else keeps it dense.
         layers = [replace(layer, reason=why_not(layer) or layer.reason) for layer in layers]
         name = self.name or layers[0].form.option
+        self._check_activations(job.options, layers[0].form)
         return ExportReport(source=job.source, format=name, layers=layers, head=head)
+
+    def _check_activations(self, options: Namespace, form: PackedFormat | None) -> None:
+        """Raise an `OptionError` if activations are to be rounded, and files cannot ask for it."""
+        known = form.activations if form is not None and self.name is None else ()
+        if options.activations not in (None, *known):
+            name = self.name or (form.option if form is not None else "")
+            raise OptionError(
+                f"`--activations {options.activations}` is for `--format {BITMASK4.option}`, and "
+                f"not for {name}. Leave it out, or prune with `bits=4`."
+            )
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
         """Write safetensors."""
-        return write_packed(job.source, directory, report.packed, report.head)
+        settings = {"activations": job.options.activations}
+        return write_packed(job.source, directory, report.packed, report.head, settings)
 
     def check(self, job: Job, report: ExportReport, directory: Path) -> None:
         """Compare bits, products and logits; on a CUDA device measure the speed of 2:4."""
@@ -196,7 +210,8 @@ class Torchao(Packed):
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
         """Write safetensors."""
-        return write_packed(job.source, directory, report.packed, method=TORCHAO)
+        settings = {"quant_method": TORCHAO}
+        return write_packed(job.source, directory, report.packed, settings=settings)
 
 
 class CompressedTensors(Target[IntegerReport]):
@@ -208,6 +223,7 @@ class CompressedTensors(Target[IntegerReport]):
         """Refuse options without effect."""
         without_effect = {
             "--head-bits": options.head_bits == 8,
+            "--activations": options.activations is not None,
             "--allow-partial": options.allow_partial,
             "--device": options.device is not None,
         }

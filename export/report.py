@@ -250,10 +250,14 @@ def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
             tokens = f"of the {text.confident_tokens} tokens with a margin above rounding"
             yield "… where it is clear", f"{text.confident_agreement:.2%} {tokens}"
         yield "perplexity", f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
-    if (head := parity.head) is not None:
-        change = f"{head.perplexity_before:.4f} → {head.perplexity_after:.4f}"
-        yield "before that, 8 bits for the head: perplexity", change
-        yield "… likeliest next token equal", f"{head.top1_agreement:.2%} of all tokens"
+    for name, text in (
+        ("before that, 8 bits for the head", parity.head),
+        ("after that, 8 bits for activations", parity.activations),
+    ):
+        if text is not None:
+            change = f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
+            yield f"{name}: perplexity", change
+            yield "… likeliest next token equal", f"{text.top1_agreement:.2%} of all tokens"
 
 
 _TITLES = {

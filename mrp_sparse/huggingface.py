@@ -30,6 +30,7 @@ from mrp_sparse.packed_linear import (
     PackedLinear,
     Sparse24Linear,
     is_packable,
+    round_activations,
     weight_matrix,
 )
 from mrp_sparse.upstream import ignore_unexpected, was_loaded
@@ -51,7 +52,9 @@ class PackedConfig(QuantizationConfigMixin):
     """
 
     layer: ClassVar[type[PackedLinear]]
-    head: dict[str, Any] | None = None  # on the instance only if given: `to_dict` writes all of it
+    # On the instance only if given, since `to_dict` writes all that is there.
+    head: dict[str, Any] | None = None
+    activations: str | None = None
 
     def __init__(
         self,
@@ -59,16 +62,20 @@ class PackedConfig(QuantizationConfigMixin):
         format_version: int | None = None,
         quant_method: str | None = None,
         head: Mapping[str, Any] | None = None,
+        activations: str | None = None,
         **unknown: Any,
     ) -> None:
         form = self.layer.FORMAT
         settings = {"format_version": format_version, "quant_method": quant_method, "head": head}
+        settings |= {"activations": activations}
         # A file names its method: without a version beside it, it is one of another version.
         needed = {"format_version"} if quant_method is not None else set()
         present = {k: value for k, value in settings.items() if value is not None or k in needed}
         check_settings(form, {"modules": modules, **present, **unknown})
         if head is not None:
             self.head = {key: head[key] for key in ("module", "format_version")}
+        if activations is not None:
+            self.activations = activations
         self.quant_method: Any = form.quant_method
         self.format_version = form.version
         self.modules: Any = modules if modules else {} if form.counted else []
@@ -213,7 +220,7 @@ def expand_bitmasks(model: "PreTrainedModel") -> "PreTrainedModel":
     if slow and not any(layer.weight.is_meta for layer in layers):
         log.warning(
             "The model is made dense: %d packed layers (%s) are on %s, and only CPUs multiply with "
-            "them as they are. It takes the memory of the dense model.",
+            "them as they are. It takes the memory of the dense model, and rounds no activations.",
             len(slow),
             ", ".join(sorted({type(layer).__name__ for layer in slow})),
             slow[0].weight.device,
@@ -253,6 +260,8 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
         )
     for name, count in config.counts.items():
         model.set_submodule(name, config.layer.like(modules[name], count=count))
+    if config.activations is not None:
+        round_activations(model)
     if head is not None:
         linear: Any = model.get_submodule(head.name)
         head.put(model, EightBitLinear.like(linear))

@@ -345,9 +345,8 @@ class Bitmask4Linear(PackedLinear):
         weight_bits: Their columns, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
         weight_scales: A scale for each group, (out_features, ceil(in_features / 64)); frozen.
         offsets: First index of each row in `weight`, int64 (out_features,); see `BitmaskLinear`.
-        eight_bit_activations: Whether the compiled CPU kernels round one or two tokens of bfloat16
-            to 8 bits, with a scale for each 64 columns: faster and less exact, off by default
-            (`python -m export.generate --activations 8` reports the error).
+        eight_bit_activations: Whether inputs are rounded to 8 bits, with a scale for each token and
+            64 columns: products of integers, less exact, off by default (`round_activations`).
     """
 
     FORMAT = BITMASK4
@@ -371,4 +370,12 @@ class Bitmask4Linear(PackedLinear):
         size = max(self.in_features * self.out_features, 1)
         stored = sum(t.nbytes for t in self.packed())
         group = bitmask4.GROUP
-        return f"{super().extra_repr()}, bits={8 * stored / size:.2f}, group_size={group}"
+        shown = f"{super().extra_repr()}, bits={8 * stored / size:.2f}, group_size={group}"
+        return f"{shown}, activations=int8" if self.eight_bit_activations else shown
+
+
+def round_activations(model: nn.Module, is_on: bool = True) -> None:
+    """Set `eight_bit_activations` of all layers of four bits, in place."""
+    for module in model.modules():
+        if isinstance(module, Bitmask4Linear):
+            module.eight_bit_activations = is_on

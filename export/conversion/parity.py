@@ -27,7 +27,7 @@ from mrp_sparse.formats.packed_format import different_bits
 from mrp_sparse.formats.sparse24 import positive_zeros
 from mrp_sparse.huggingface import CONFIGS
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
-from mrp_sparse.packed_linear import PackedLinear
+from mrp_sparse.packed_linear import PackedLinear, round_activations
 
 _TOKENS = (1, 16)
 """Numbers of tokens at which layers are compared: one token runs in other kernels."""
@@ -106,6 +106,8 @@ class Parity:
         text: Comparison of the logits; `None` if the model predicts no next token, or an earlier
             comparison failed. A head of 8 bits is compared with the source's, rounded.
         head: The effect of rounding the head on the source's logits; `None` without such a head.
+        activations: The effect of rounding activations on the logits of `text`; `None` where the
+            export asks for none. The other comparisons are made without this rounding.
         failures: The failed comparisons; empty if the export passes.
     """
 
@@ -113,6 +115,7 @@ class Parity:
     operators: list[OperatorError] = field(default_factory=list)
     text: TextParity | None = None
     head: TextParity | None = None
+    activations: TextParity | None = None
     failures: list[str] = field(default_factory=list)
 
     def require(self) -> None:
@@ -147,6 +150,9 @@ def check_parity(
         return parity
     model = load(directory) if source.config else None
     modules = {} if model is None else dict(model.named_modules())
+    is_rounded = any(getattr(m, "eight_bit_activations", False) for m in modules.values())
+    if model is not None:
+        round_activations(model, False)
     names = {layer.name for layer in layers if layer.reason is None}
     packed = {n: m for n, m in modules.items() if n in names and isinstance(m, PackedLinear)}
     stored = packed.items() or _packed_in_files(directory, layers)
@@ -172,6 +178,9 @@ def check_parity(
         if head is not None:
             round_head(dense)
         parity.text = compare(dense, model)
+        if is_rounded:
+            round_activations(model)
+            parity.activations = compare(dense, model)
         if head is not None:
             parity.head = compare(source.load(), dense)
         parity.failures += text_failures(parity.text)

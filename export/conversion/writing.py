@@ -1,7 +1,7 @@
 """Write a pruned checkpoint file by file: packed, or dense."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,13 @@ def write_packed(
     directory: Path,
     layers: Sequence[LayerChoice],
     head: HeadChoice | None = None,
-    method: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """Write a checkpoint with some weights packed into an empty directory.
 
     There must be at least one layer, and all must have the same format; a `head` is written in 8
-    bits. `method` replaces the `quant_method` of the format. Yields the name of each layer when it
-    is packed.
+    bits. `settings` replace those of the format in the `quantization_config`, except for `None`.
+    Yields the name of each layer when it is packed.
     """
     form = layers[0].form
 
@@ -142,10 +142,11 @@ def write_packed(
     # A format of variable length needs the number of elements of each layer, to build the model's
     # empty tensors before the files are read.
     modules = {layer.name: layer.count for layer in layers} if form.counted else names
-    settings: dict[str, Any] = {"quant_method": method or form.quant_method}
-    settings |= {"format_version": form.version, "modules": modules}
-    settings |= {} if head is None else {"head": head.settings}
-    yield from write_converted(source, directory, layers, convert, settings, head=head)
+    written: dict[str, Any] = {"quant_method": form.quant_method}
+    written |= {"format_version": form.version, "modules": modules}
+    written |= {"head": head and head.settings} | dict(settings or {})
+    present = {key: value for key, value in written.items() if value is not None}
+    yield from write_converted(source, directory, layers, convert, present, head=head)
 
 
 def write_dense(

@@ -178,6 +178,41 @@ def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tenso
     return weight.view(rows, groups * GROUP)[:, :columns].contiguous()
 
 
+def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round activations to 8 bits, with a scale for each token and group of columns.
+
+    A scale s is a 127th of the group's largest magnitude, and at least the smallest normal number.
+    The numbers are x / s, rounded half to even.
+
+    Args:
+        x: (tokens, columns), floating point.
+
+    Returns:
+        The numbers from −127 to 127, int8 (tokens, groups, 64), the last group padded with zeros;
+        and the scales, float32 (tokens, groups), Inf or NaN where an activation is.
+    """
+    groups = _grouped(x.float())
+    scales = (groups.abs().amax(2) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (groups / scales[:, :, None]).round_().to(torch.int8), scales
+
+
+def multiply_rounded(x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor) -> Tensor:
+    """Return x̂ Wᵀ, float32 (tokens, rows), for the activations x̂ that `round_tokens` returns.
+
+    With codes c and scales s of rows r, and numbers n and scales z of tokens t, this is
+    Σ_g s[r, g]·z[t, g]·Σ_i c[r, g, i]·n[t, g, i], where the inner sums are exact.
+    """
+    numbers, factors = round_tokens(x)
+    # Of scales 1 the weights are the codes. Inner sums are at most 64·8·127 < 2²⁴, so that float32
+    # holds each as an integer.
+    codes = _grouped(unpack(nibbles, bits, torch.ones_like(scales), x.shape[1]).float())
+    total = torch.zeros(len(x), len(codes), device=x.device)
+    for group in range(codes.shape[1]):
+        sums = numbers[:, group].float() @ codes[:, group].T
+        total += sums * (factors[:, group, None] * scales[:, group].float())
+    return total
+
+
 def row_offsets(bits: Tensor) -> Tensor:
     """Return the index of the first byte of each row in the nibbles, int64 (rows,)."""
     lengths = _lengths(bits)
@@ -241,4 +276,5 @@ BITMASK4 = PackedFormat(
     why_not=why_no_matrix,
     operator="linear_bitmask4",
     row_offsets=row_offsets,
+    activations=("int8",),
 )

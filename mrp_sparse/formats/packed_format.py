@@ -35,6 +35,7 @@ class PackedFormat:
         operator: Name of the operator in `torch.ops.mrp_lightning` that multiplies with a weight.
         row_offsets: `row_offsets(columns of the values)` returns the first index of each row in the
             values, int64 (rows,); `None` if the shape of a weight determines them.
+        activations: The dtypes to which a directory may ask for activations to be rounded.
     """
 
     option: str
@@ -48,6 +49,7 @@ class PackedFormat:
     why_not: Callable[[tuple[int, ...]], str | None]
     operator: str
     row_offsets: Callable[[Tensor], Tensor] | None = None
+    activations: tuple[str, ...] = ()
 
     def multiply(
         self,

@@ -32,12 +32,15 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
     if unknown or method != form.quant_method:
         raise FormatError(
             f"`quantization_config`: expected `quant_method` {form.quant_method}, "
-            f"`format_version`, `modules` and maybe `head`. Got {method!r}, and also "
-            f"{unknown or 'nothing'}. Export the pruned model again."
+            f"`format_version`, `modules` and maybe `head` and `activations`. Got {method!r}, and "
+            f"also {unknown or 'nothing'}. Export the pruned model again."
         )
     problems = list(_of_modules(settings.get("modules", ()), counted=form.counted))
     if "head" in settings:
         problems += _of_head(settings["head"])
+    if (activations := settings.get("activations")) not in (None, *form.activations):
+        expected = " or ".join(map(repr, form.activations)) or f"none with {form.quant_method}"
+        problems.append(f"`activations` is {shortened(activations)}, expected {expected}")
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise FormatError(
@@ -49,7 +52,7 @@ def check_settings(form: PackedFormat, settings: Mapping[str, Any]) -> None:
         _check_version("head.format_version", settings["head"]["format_version"], HEAD_VERSION)
 
 
-_KEYS = {"quant_method", "format_version", "modules", "head"}
+_KEYS = {"quant_method", "format_version", "modules", "head", "activations"}
 
 
 def _check_version(key: str, version: Any, expected: int) -> None:

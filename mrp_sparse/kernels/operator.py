@@ -215,8 +215,8 @@ def linear_bitmask4(
         scales: Scales (rows, ceil(columns / 64)).
         offsets: The index of each row's first byte of codes, int64 (rows,).
         bias: Added to each output, (rows,).
-        eight_bits: Whether the compiled kernel may round one or two tokens of bfloat16 to 8 bits,
-            with a scale for each 64 columns.
+        eight_bits: Whether x is rounded to 8 bits before; see `bitmask4.multiply_rounded`. Sums are
+            then float32 for any dtype.
 
     Returns:
         The product (..., rows), contiguous.
@@ -227,6 +227,9 @@ def linear_bitmask4(
     check_bitmask(x, bits)
     if x.device.type == "cpu" and (damage := bitmask4.damage(nibbles, bits, scales, x.shape[-1])):
         raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
+    if eight_bits:
+        y = bitmask4.multiply_rounded(x.reshape(-1, x.shape[-1]), nibbles, bits, scales)
+        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], len(bits))
     return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
 
 

@@ -51,6 +51,7 @@ class PackedConfig(QuantizationConfig):
     Args:
         modules: The names of the packed layers.
         head: The name of the head of 8 bits, if there is one.
+        activations: The dtype to which the inputs of packed layers are rounded, if they are.
 
     Attributes:
         claimed: The names of the packed layers, and of the head, that layers of vLLM will read.
@@ -59,10 +60,13 @@ class PackedConfig(QuantizationConfig):
 
     form: ClassVar[PackedFormat]
 
-    def __init__(self, modules: Any = (), head: str | None = None) -> None:
+    def __init__(
+        self, modules: Any = (), head: str | None = None, activations: str | None = None
+    ) -> None:
         super().__init__()
         self.modules = {*modules}
         self.head = head
+        self.activations = activations
         self.claimed: set[str] = set()
         self.is_tied = False
 
@@ -103,7 +107,8 @@ class PackedConfig(QuantizationConfig):
         # another version, which is refused.
         settings: Mapping[str, Any] = {"format_version": None, **config}
         check_settings(cls.form, settings)
-        return cls(settings.get("modules", ()), settings.get("head", {}).get("module"))
+        head = settings.get("head", {}).get("module")
+        return cls(settings.get("modules", ()), head, settings.get("activations"))
 
     def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
         """Check the files of a local directory; vLLM calls this once, before it starts workers.
@@ -160,15 +165,19 @@ class PackedConfig(QuantizationConfig):
         if not packed:
             return UnquantizedLinearMethod()
         if len(packed) == len(parts):
-            return PackedMethod(self.form)
+            return self._packed_method()
         log.info("%s is dense: only %s of its parts are packed.", prefix, ", ".join(packed))
         return PartlyPackedMethod(self.form)
+
+    def _packed_method(self) -> PackedMethod:
+        options = [] if self.activations is None else [True]
+        return PackedMethod(self.form, *options)
 
     def _method_of_vocabulary(self, layer: nn.Module, prefix: str) -> Any:
         is_head = isinstance(layer, ParallelLMHead)
         if is_head and prefix in self.modules:
             self.claimed.add(prefix)
-            return PackedMethod(self.form)
+            return self._packed_method()
         if self.head is None:
             return None
         self.is_tied = _is_tied()

@@ -166,10 +166,12 @@ class PackedMethod(LinearMethodBase):
 
     Args:
         form: The format of the weights.
+        *options: The arguments of its operator after the bias.
     """
 
-    def __init__(self, form: PackedFormat) -> None:
+    def __init__(self, form: PackedFormat, *options: Any) -> None:
         self.form = form
+        self.options = options
 
     def create_weights(
         self,
@@ -277,7 +279,7 @@ class PackedMethod(LinearMethodBase):
         if not hasattr(layer, self.form.places):
             return F.linear(x, layer.weight, bias)  # it was made dense
         offsets = getattr(layer, "weight_offsets", None)
-        return self.form.multiply(x, self._tensors(layer), bias, offsets=offsets)
+        return self.form.multiply(x, self._tensors(layer), bias, *self.options, offsets=offsets)
 
     def _tensors(self, layer: Any) -> list[Tensor]:
         """Return the packed tensors of a layer."""

@@ -4,6 +4,7 @@
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "few_tokens.h"
+#include "integers.h"
 #include "panels.h"
 #include "rows.h"
 
@@ -11,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <random>
 
@@ -36,8 +38,7 @@ Buffer<T> exactly(const std::vector<T>& content) {
   return buffer;
 }
 
-enum class Way { portable, rounded, few, panels };
-
+enum class Way { portable, few, panels };
 
 // Run a kernel on damaged rows: it may refuse them, and nothing else.
 template <typename Kernel>
@@ -71,6 +72,38 @@ void multiply_by_vectors(
   const auto multiply = few ? mrp::multiply_few<Rows> : mrp::multiply_panels<Rows>;
   multiply(weight, tiles, bias, y, rows, 0, rows);
 #endif
+}
+
+using MultiplyCodes = std::function<void(const mrp::Coded<BFloat16>&, const BFloat16* bias)>;
+
+// The kernels for a weight of four bits, and whether each rounds the tokens, which it writes to y.
+std::vector<std::pair<MultiplyCodes, bool>> kernels_of_codes(
+    const BFloat16* x, int64_t tokens, BFloat16* y, int64_t rows) {
+  std::vector<std::pair<MultiplyCodes, bool>> kernels;
+  const auto portable = [=](const mrp::Coded<BFloat16>& weight, const BFloat16* bias) {
+    const auto decode = [&](int64_t r, BFloat16* dense) { mrp::decode_row(weight, r, dense); };
+    mrp::multiply_decoded(decode, weight.columns, x, tokens, bias, y, rows, 0, rows);
+  };
+  kernels.emplace_back(portable, false);
+#ifdef MRP_AVX512
+  for (Way way : vector_ways(tokens)) {
+    const auto multiply = [=](const mrp::Coded<BFloat16>& weight, const BFloat16* bias) {
+      multiply_by_vectors(way, mrp::CodedRows{weight}, x, tokens, bias, y, rows);
+    };
+    kernels.emplace_back(multiply, false);
+  }
+#endif
+  for (int way = 0; way <= int(mrp::best_integers()); way++) {
+    const auto multiply = [=](const mrp::Coded<BFloat16>& weight, const BFloat16* bias) {
+      const auto rounded = exactly(std::vector<mrp::RoundedGroup>(tokens * weight.groups()));
+      for (int64_t t = 0; t < tokens; t++) {
+        mrp::round_token(x + t * weight.columns, weight.columns, rounded.get() + t * weight.groups());
+      }
+      mrp::multiply_rounded(mrp::Integers(way), weight, rounded.get(), tokens, bias, y, rows, 0, rows);
+    };
+    kernels.emplace_back(multiply, true);
+  }
+  return kernels;
 }
 
 // A weight with its two forms of places; nibbles ask for two of every four columns.
@@ -239,52 +272,36 @@ void run_codes(const CodedProblem& problem, int64_t rows, int64_t columns, int64
   for (int64_t i = 0; i < rows * columns; i++) {
     expect(float(dense[i]) == problem.dense[i], "codes decoded", rows, columns, tokens);
   }
-  std::vector<Way> ways = vector_ways(tokens);
-  ways.push_back(Way::portable);
-  ways.push_back(Way::rounded);
-  for (Way way : ways) {
-    for (bool eight_bits : {false, true}) {
-      if (eight_bits ? way == Way::few || way == Way::panels : way == Way::rounded) {
-        continue;  // these multiply tokens as they are; that one rounds them
-      }
-      const auto multiply = [&](const mrp::Coded<BFloat16>& rows_of, const BFloat16* added) {
-        if (way == Way::few || way == Way::panels) {
-          multiply_by_vectors(way, mrp::CodedRows{rows_of}, x.get(), tokens, added, y.get(), rows);
-        } else {
-          const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, way == Way::portable);
-          product.multiply(rows_of, added, y.get(), rows, 0, rows);
-        }
-      };
-      multiply(weight, bias.get());
-      for (int64_t t = 0; t < tokens; t++) {
-        for (int64_t r = 0; r < rows; r++) {
-          double exact = float(shift[r]), size = 1, rounding = 0;
-          for (int64_t c = 0; c < columns; c++) {
-            const int64_t first = c / mrp::GROUP * mrp::GROUP;
-            double step = 0;
-            for (int64_t i = first; i < std::min(columns, first + mrp::GROUP); i++) {
-              step = std::max(step, std::abs(double(float(input[t * columns + i]))) / 254);
-            }
-            const double w = problem.dense[r * columns + c];
-            exact += double(float(input[t * columns + c])) * w;
-            size += std::abs(double(float(input[t * columns + c])) * w);
-            rounding += eight_bits ? 1.001 * step * std::abs(w) : 0;
+  for (const auto& [multiply, rounds] : kernels_of_codes(x.get(), tokens, y.get(), rows)) {
+    multiply(weight, bias.get());
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t r = 0; r < rows; r++) {
+        double exact = float(shift[r]), size = 1, rounding = 0;
+        for (int64_t c = 0; c < columns; c++) {
+          const int64_t first = c / mrp::GROUP * mrp::GROUP;
+          double step = 0;
+          for (int64_t i = first; i < std::min(columns, first + mrp::GROUP); i++) {
+            step = std::max(step, std::abs(double(float(input[t * columns + i]))) / 254);
           }
-          const double error = std::abs(float(y[t * rows + r]) - exact);
-          expect(error <= std::abs(exact) / 128 + size * 1e-6 + rounding, "codes multiplied", rows, columns, tokens);
+          const double w = problem.dense[r * columns + c];
+          exact += double(float(input[t * columns + c])) * w;
+          size += std::abs(double(float(input[t * columns + c])) * w);
+          rounding += rounds ? 1.001 * step * std::abs(w) : 0;
         }
+        const double error = std::abs(float(y[t * rows + r]) - exact);
+        expect(error <= std::abs(exact) / 128 + size * 1e-6 + rounding, "codes multiplied", rows, columns, tokens);
       }
-      if (count) {  // one byte less than the places say
-        const std::vector<uint8_t> fewer(problem.nibbles.begin(), problem.nibbles.end() - 1);
-        const auto shortened = exactly(fewer);
-        mrp::Coded<BFloat16> damaged = weight;
-        damaged.nibbles = shortened.get();
-        damaged.end = shortened.get() + fewer.size();
-        int64_t thrown = 0;
-        survive([&] { multiply(damaged, nullptr); }, thrown);
-        survive([&] { decode(damaged); }, thrown);
-        expect(thrown == 2, "codes refused", rows, columns, tokens);
-      }
+    }
+    if (count) {  // one byte less than the places say
+      const std::vector<uint8_t> fewer(problem.nibbles.begin(), problem.nibbles.end() - 1);
+      const auto shortened = exactly(fewer);
+      mrp::Coded<BFloat16> damaged = weight;
+      damaged.nibbles = shortened.get();
+      damaged.end = shortened.get() + fewer.size();
+      int64_t thrown = 0;
+      survive([&] { multiply(damaged, nullptr); }, thrown);
+      survive([&] { decode(damaged); }, thrown);
+      expect(thrown == 2, "codes refused", rows, columns, tokens);
     }
   }
 }
@@ -381,17 +398,11 @@ void run_damaged_codes(CodedProblem problem, int64_t rows, int64_t columns, int6
       nibbles.get(), nibbles.get() + problem.nibbles.size(), places.get(), (columns + 7) / 8, columns,
       scales.get(), offsets.get()};
   Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[columns]);
-  for (bool portable : {true, false}) {
-    for (bool eight_bits : {false, true}) {
-      const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, portable);
-      survive([&] { product.multiply(weight, nullptr, y.get(), rows, 0, rows); }, refused);
-    }
+  for (const auto& [multiply, rounds] : kernels_of_codes(x.get(), tokens, y.get(), rows)) {
+    survive([&] { multiply(weight, nullptr); }, refused);
   }
   for (int64_t r = 0; r < rows; r++) {
     survive([&] { mrp::decode_row(weight, r, dense.get()); }, refused);
-  }
-  for (Way way : vector_ways(tokens)) {
-    survive([&] { multiply_by_vectors(way, mrp::CodedRows{weight}, x.get(), tokens, nullptr, y.get(), rows); }, refused);
   }
 }
 
@@ -434,8 +445,8 @@ int main(int count, char** words) {
     }
   }
   std::printf(
-      "%ld weights, portable and %s: %d failures\n", long(runs),
-      mrp::has_avx512() ? "AVX-512" : "portable again, for want of AVX-512", failures);
+      "%ld weights, with%s AVX-512, and integers up to way %d: %d failures\n", long(runs),
+      mrp::has_avx512() ? "" : "out", int(mrp::best_integers()), failures);
   if (count > 1) {
     fuzz(std::atof(words[1]), random);
   }

@@ -4,10 +4,12 @@
 // group of 64 columns. The nibbles of a group begin at a byte, the first in the low half of it.
 #pragma once
 
-#include "coded_tokens.h"
 #include "rows.h"
 
 namespace mrp {
+
+constexpr int64_t GROUP = WORD;  // columns that share a scale
+constexpr int CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8};
 
 // The weight as it is stored: rows of bytes of places, rows of scales, and all nibbles.
 template <typename T>
@@ -22,10 +24,10 @@ struct Coded {
 
   int64_t groups() const { return (columns + GROUP - 1) / GROUP; }
 
-  const uint8_t* row(int64_t r) const {
-    const Packed<uint8_t> bytes{nibbles, end, places, row_bytes, columns, offsets};
-    return bytes.row(r);
-  }
+  // The same without scales, with bytes of nibbles as its values.
+  Packed<uint8_t> bytes() const { return {nibbles, end, places, row_bytes, columns, offsets}; }
+
+  const uint8_t* row(int64_t r) const { return bytes().row(r); }
 };
 
 // ---- On any processor ----
@@ -55,9 +57,6 @@ void decode_row(const Coded<T>& weight, int64_t r, T* dense) {
 #ifdef MRP_AVX512
 // ---- With AVX-512 ----
 
-// Bytes of nibbles and of places, by measurement: half as many cost a twentieth, none a half.
-constexpr int64_t CODES_AHEAD = 2048;
-
 // 64 places. They go through a register, or else each count of them would wait for a mask.
 inline uint64_t load_places(const uint8_t* places) {
   uint64_t word;
@@ -76,89 +75,6 @@ MRP_AVX512 inline __m512i load_nibbles(const uint8_t* v, int64_t count) {
   constexpr int of_either = 0xa8;  // (a | b) & c
   return _mm512_ternarylogic_epi32(
       words, _mm512_slli_epi16(words, 4), _mm512_set1_epi8(15), of_either);
-}
-
-// The scales of a row in float32, in whole lines.
-MRP_AVX512_VNNI inline void widen_scales(const BFloat16* scales, int64_t groups, float* wide) {
-  for (int64_t group = 0; group < groups; group += 16) {
-    const __m256i some = _mm256_maskz_loadu_epi16(
-        low_bits(std::min<int64_t>(16, groups - group)), scales + group);
-    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16);
-    _mm512_store_si512(wide + group, bits);
-  }
-}
-
-// The products of row r with `Tokens` tokens from t on.
-template <int Tokens>
-MRP_AVX512_VNNI void multiply_coded_row(
-    const Coded<BFloat16>& weight, int64_t r, const uint8_t* v, const Rounded& x, int64_t t,
-    const float* factors, float* results) {
-  const uint8_t* places = weight.places + r * weight.row_bytes;
-  __m512 sums[Tokens];
-  for (int i = 0; i < Tokens; i++) {
-    sums[i] = _mm512_setzero_ps();
-  }
-  int64_t group = 0;
-  // 32 bytes may be read for each group, and no group takes more.
-  const int64_t whole = weight.end - v >= 32 * x.groups ? weight.columns / GROUP : 0;
-  const auto add_whole = [&](int64_t next) MRP_AVX512_VNNI {
-    const uint64_t kept = load_places(places + 8 * next);
-    x.template add<Tokens>(t, next, load_nibbles<false>(v, 64), kept, factors, sums);
-    v += (_mm_popcnt_u64(kept) + 1) / 2;
-  };
-  for (; group + 8 <= whole; group += 8) {
-    _mm_prefetch(reinterpret_cast<const char*>(places) + 8 * group + CODES_AHEAD, _MM_HINT_T0);
-#pragma GCC unroll 8
-    for (int64_t next = 0; next < 8; next++) {
-      if (next % 2 == 0) {
-        _mm_prefetch(reinterpret_cast<const char*>(v) + CODES_AHEAD, _MM_HINT_T0);
-      }
-      add_whole(group + next);
-    }
-  }
-  for (; group < whole; group++) {
-    add_whole(group);
-  }
-  for (; group < x.groups; group++) {
-    const uint64_t kept =
-        kept_columns<Bits>(places + 8 * group, weight.columns - GROUP * group);
-    const int64_t count = _mm_popcnt_u64(kept);
-    if (weight.end - v < (count + 1) / 2) {
-      throw_missing_values();
-    }
-    x.template add<Tokens>(t, group, load_nibbles<true>(v, count), kept, factors, sums);
-    v += (count + 1) / 2;
-  }
-  for (int i = 0; i < Tokens; i++) {
-    results[i] = _mm512_reduce_add_ps(sums[i]);
-  }
-}
-
-MRP_AVX512_VNNI inline void multiply_coded_rows(
-    const Coded<BFloat16>& weight, const Rounded& x, int64_t tokens, const BFloat16* bias,
-    BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
-  std::vector<Line> wide((x.groups + 15) / 16), place;
-  float* scales = reinterpret_cast<float*>(wide.data());
-  for (int64_t r = begin; r < end; r++) {
-    const uint8_t* v = weight.row(r);
-    const float added = bias ? static_cast<float>(bias[r]) : 0.0f;
-    widen_scales(weight.scales + r * x.groups, x.groups, scales);
-    for (int64_t t = 0; t < tokens;) {
-      float results[2];
-      const auto multiply = [&](auto count) {
-        constexpr int Tokens = decltype(count)::value;
-        const float* factors = x.template factors<Tokens>(t, scales, place);
-        multiply_coded_row<Tokens>(weight, r, v, x, t, factors, results);
-        return int64_t{Tokens};
-      };
-      const int64_t taken = tokens - t >= 2 ? multiply(std::integral_constant<int, 2>())
-                                            : multiply(std::integral_constant<int, 1>());
-      for (int64_t i = 0; i < taken; i++) {
-        y[(t + i) * rows + r] = static_cast<BFloat16>(results[i] + added);
-      }
-      t += taken;
-    }
-  }
 }
 
 // The rows of a weight of four bits: see `PackedRows`. Of 64 columns the even ones come first: they are
@@ -230,67 +146,15 @@ struct CodedRows {
         _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), upper);
   }
 
-  // The nibbles of the rows from `begin` to `end`, of which half are thought to be kept.
+  // Half of the weights are thought to be kept.
   Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
-    const uint8_t* last = weight.row(end - 1);
-    return Ahead(
-        weight.row(begin), last + std::min(weight.columns / 4, weight.end - last), strides);
+    return values_ahead(weight.bytes(), begin, end, weight.columns / 4, strides);
   }
 
   Ahead places_ahead(int64_t begin, int64_t end, int64_t strides) const {
-    return Ahead(
-        weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
+    return mrp::places_ahead(weight.bytes(), begin, end, strides);
   }
 };
 #endif
-
-// ---- What the processor has ----
-
-inline bool has_avx512_codes() {
-#ifdef MRP_AVX512
-  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni");
-  return has;
-#else
-  return false;
-#endif
-}
-
-// Some tokens, prepared once for all rows: y[t · rows + r] = x[t] · row r + bias[r]. Those of `eight_bits`
-// are rounded before, on any processor; others are for those without AVX-512.
-class CodedProduct {
- public:
-  CodedProduct(
-      const BFloat16* x, int64_t tokens, int64_t columns, bool eight_bits, bool portable)
-      : tokens_(tokens) {
-#ifdef MRP_AVX512
-    if (eight_bits && !portable && has_avx512_codes()) {
-      rounded_.reset(new Rounded(x, tokens, columns));
-      return;
-    }
-#endif
-    plain_ = plain_tokens(x, tokens, columns, eight_bits);
-  }
-
-  // The rows from `begin` to `end` of all `rows`.
-  void multiply(
-      const Coded<BFloat16>& weight, const BFloat16* bias, BFloat16* y, int64_t rows,
-      int64_t begin, int64_t end) const {
-#ifdef MRP_AVX512
-    if (rounded_) {
-      return multiply_coded_rows(weight, *rounded_, tokens_, bias, y, rows, begin, end);
-    }
-#endif
-    multiply_decoded(
-        [&](int64_t r, BFloat16* dense) { decode_row(weight, r, dense); }, weight.columns,
-        plain_.data(), tokens_, bias, y, rows, begin, end);
-  }
-
- private:
-  int64_t tokens_;
-  std::vector<float> plain_;
-#ifdef MRP_AVX512
-  std::unique_ptr<Rounded> rounded_;
-#endif
-};
 
 }  // namespace mrp

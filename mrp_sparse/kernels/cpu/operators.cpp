@@ -1,11 +1,12 @@
 // The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8.
-// With AVX-512, tokens of bfloat16 are multiplied as rows are decoded, or, if they are many, in panels
+// Tokens of 8 bits are multiplied as integers, in panels of rows. Of others: with AVX-512, tokens of bfloat16 are multiplied as rows are decoded, or, if they are many, in panels
 // or, where the processor multiplies tiles (AMX), by torch, of which some rows are decoded at once;
 // without it, one or two of them row by row. All else is decoded for a dense product of some rows, or,
 // of 8 bits, multiplied by torch.
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "few_tokens.h"
+#include "integers.h"
 #include "panels.h"
 #include "rows.h"
 #include "torch_calls.h"
@@ -18,8 +19,7 @@ using mrp::ScalarType;
 using mrp::Shape;
 using mrp::Tensor;
 
-// Up to here a row is multiplied as it is decoded without AVX-512, or with tokens of 8 bits; beyond, it
-// is decoded once for all tokens.
+// Up to here a row is multiplied as it is decoded without AVX-512; beyond, it is decoded for all tokens.
 constexpr int64_t FEW_TOKENS = 2;
 // Of 8 bits, which `byte_rows.h` widens anew for each token.
 constexpr int64_t FEW_TOKENS_OF_BYTES = 8;
@@ -33,7 +33,8 @@ constexpr int64_t GRAIN = 32768;
 constexpr int64_t DENSE_BYTES = 1 << 22;
 
 // How a product is computed: in the best way here or, for tests, in one of all.
-enum class Way : int64_t { best, vectors, portable, dense };
+// Integers take the instructions of a way's name, and the best ones in place of `dense`.
+enum class Way : int64_t { best, vectors, portable, dense, avx2 };
 
 template <typename T>
 const T* data_of(const Tensor& tensor) {
@@ -66,9 +67,29 @@ class Product {
   // What `multiply(bias, y, rows, begin, end)` writes into y.
   template <typename Multiply>
   Tensor by_rows(const Multiply& multiply) const {
-    return filled([&](const BFloat16* bias, BFloat16* y) {
+    return filled<BFloat16>([&](const BFloat16* bias, BFloat16* y) {
       mrp::in_parallel(rows_, grain(), [&](int64_t begin, int64_t end) {
         multiply(bias, y, rows_, begin, end);
+      });
+    });
+  }
+
+  // The product with tokens that are rounded to 8 bits before.
+  template <typename T>
+  Tensor by_integers(const mrp::Coded<T>& weight, mrp::Integers way) const {
+    const int64_t groups = weight.groups(), panels = (rows_ + mrp::PANEL_ROWS - 1) / mrp::PANEL_ROWS;
+    const auto tokens = std::make_unique_for_overwrite<mrp::RoundedGroup[]>(count * groups);
+    const T* input = data_of<T>(x);
+    mrp::in_parallel(count, grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; t++) {
+        mrp::round_token(input + t * columns, columns, tokens.get() + t * groups);
+      }
+    });
+    return filled<T>([&](const T* bias, T* y) {
+      mrp::in_parallel(panels, grain() / mrp::PANEL_ROWS + 1, [&](int64_t begin, int64_t end) {
+        mrp::multiply_rounded(
+            way, weight, tokens.get(), count, bias, y, rows_, begin * mrp::PANEL_ROWS,
+            std::min(end * mrp::PANEL_ROWS, rows_));
       });
     });
   }
@@ -89,7 +110,7 @@ class Product {
     const int64_t most = count <= mrp::FEW_TOKENS ? mrp::FEW_TOKENS : mrp::TILE_TOKENS;
     const int64_t height = mrp::panel_rows(columns), panels = (rows_ + height - 1) / height;
     const auto* input = data_of<BFloat16>(x);
-    return filled([&](const BFloat16* bias, BFloat16* y) {
+    return filled<BFloat16>([&](const BFloat16* bias, BFloat16* y) {
       for (int64_t first = 0; first < count; first += mrp::MOST_TOKENS) {
         mrp::TokenTiles tokens(std::min(mrp::MOST_TOKENS, count - first), columns, most);
         mrp::in_parallel(tokens.tiles(), grain(), [&](int64_t begin, int64_t end) {
@@ -141,11 +162,10 @@ class Product {
   int64_t count = 1;  // of tokens
 
  private:
-  template <typename Fill>
+  template <typename T, typename Fill>
   Tensor filled(const Fill& fill) const {
     const Tensor result = mrp::empty(shape_, x.scalar_type());
-    const auto* bias = bias_ ? static_cast<const BFloat16*>(bias_->const_data_ptr()) : nullptr;
-    fill(bias, static_cast<BFloat16*>(result.mutable_data_ptr()));
+    fill(bias_ ? data_of<T>(*bias_) : nullptr, static_cast<T*>(result.mutable_data_ptr()));
     return result;
   }
 
@@ -212,25 +232,35 @@ Tensor bitmask(
   return packed_linear<mrp::Bits>(product, values, bits, data_of<int64_t>(starts), way);
 }
 
+mrp::Integers integers_of(Way way) {
+  const mrp::Integers best = mrp::best_integers();
+  switch (way) {
+    case Way::portable: return mrp::Integers::portable;
+    case Way::avx2: return std::min(best, mrp::Integers::avx2);
+    default: return best;
+  }
+}
+
 template <typename T>
 Tensor coded_linear(
     const Product& product, const mrp::Coded<T>& weight, bool eight_bits, Way way) {
+  if (eight_bits) {
+    return product.by_integers(weight, integers_of(way));
+  }
+  const auto decode = [&](int64_t r, T* dense) { mrp::decode_row(weight, r, dense); };
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const bool few = product.count <= FEW_TOKENS;
 #ifdef MRP_AVX512
-    if (way != Way::portable && mrp::has_avx512() && !(few && eight_bits)) {
+    if (way != Way::portable && mrp::has_avx512()) {
       return product.by_avx512(mrp::CodedRows{weight}, way);
     }
 #endif
-    if (few) {
-      const mrp::CodedProduct some(
-          data_of<T>(product.x), product.count, product.columns, eight_bits,
-          way == Way::portable);
-      return product.by_rows([&](auto... range) { some.multiply(weight, range...); });
+    if (product.count <= FEW_TOKENS) {
+      return product.by_rows([&, x = data_of<T>(product.x)](auto... range) {
+        mrp::multiply_decoded(decode, product.columns, x, product.count, range...);
+      });
     }
   }
-  return product.template by_dense<T>(
-      [&](int64_t r, T* dense) { mrp::decode_row(weight, r, dense); });
+  return product.template by_dense<T>(decode);
 }
 
 Tensor bitmask4(

@@ -150,7 +150,7 @@ void multiply_decoded(
 #ifdef MRP_AVX512
 // ---- With AVX-512: `vpexpandw` spreads 32 columns ----
 
-MRP_AVX512 inline uint32_t low_bits(int64_t count) {
+inline uint32_t low_bits(int64_t count) {
   return static_cast<uint32_t>((uint64_t{1} << count) - 1);
 }
 
@@ -184,7 +184,7 @@ class Ahead {
       : at_(static_cast<const char*>(begin)),
         stride_(std::max<int64_t>(static_cast<const char*>(end) - at_, 0) / strides) {}
 
-  MRP_AVX512 void fetch() {
+  void fetch() {
     for (int64_t byte = 0; byte < stride_; byte += LINE) {
       _mm_prefetch(at_ + byte, _MM_HINT_T1);
     }
@@ -196,6 +196,20 @@ class Ahead {
   const char* at_ = nullptr;
   int64_t stride_ = 0;
 };
+
+// The values of the rows from `begin` to `end`, the last of which is thought to have `expected`.
+template <typename T>
+Ahead values_ahead(
+    const Packed<T>& weight, int64_t begin, int64_t end, int64_t expected, int64_t strides) {
+  const T* last = weight.row(end - 1);
+  return Ahead(weight.row(begin), last + std::min(expected, weight.end - last), strides);
+}
+
+template <typename T>
+Ahead places_ahead(const Packed<T>& weight, int64_t begin, int64_t end, int64_t strides) {
+  return Ahead(
+      weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
+}
 
 // The rows of a packed weight, for the kernels of `few_tokens.h` and `panels.h`, which decode them 64
 // columns at a time into two registers, and take the tokens as `arrange` orders them.
@@ -234,16 +248,13 @@ struct PackedRows {
   MRP_AVX512 static void arrange(__m512i (&)[2]) {}
   MRP_AVX512 static void restore(__m512i (&)[2]) {}
 
-  // The values of the rows from `begin` to `end`, of which half are thought to be kept.
+  // Half of the weights are thought to be kept.
   Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
-    const BFloat16* last = weight.row(end - 1);
-    return Ahead(
-        weight.row(begin), last + std::min(weight.columns / 2, weight.end - last), strides);
+    return values_ahead(weight, begin, end, weight.columns / 2, strides);
   }
 
   Ahead places_ahead(int64_t begin, int64_t end, int64_t strides) const {
-    return Ahead(
-        weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
+    return mrp::places_ahead(weight, begin, end, strides);
   }
 };
 

@@ -1,0 +1,152 @@
+// The kernels of `integers.h`, with its instructions of AVX-512 emulated: each as Intel's guide defines it,
+// lane by lane. So a processor without them compares their kernels with the others.
+#include "coded_rows.h"
+#include "tokens.h"
+
+#include <array>
+#include <bit>
+#include <cmath>
+
+namespace emulated {
+
+template <typename T>
+using Lanes = std::array<T, 64 / sizeof(T)>;
+
+template <typename T, typename Register>
+Lanes<T> lanes(const Register& of) {
+  return std::bit_cast<Lanes<T>>(of);
+}
+
+// A register whose lane i is `value(i)`.
+template <typename Register, typename T, typename Value>
+Register each(const Value& value) {
+  Lanes<T> result;
+  for (size_t i = 0; i < result.size(); i++) {
+    result[i] = static_cast<T>(value(i));
+  }
+  return std::bit_cast<Register>(result);
+}
+
+template <typename Register, typename T>
+Register load(const void* from) {
+  Lanes<T> result;
+  std::memcpy(&result, from, sizeof result);
+  return std::bit_cast<Register>(result);
+}
+
+template <typename Register>
+void store(void* to, Register from) {
+  std::memcpy(to, &from, sizeof from);
+}
+
+template <typename T, typename Operation>
+__m512i both(__m512i a, __m512i b, const Operation& operation) {
+  const auto first = lanes<T>(a), second = lanes<T>(b);
+  return each<__m512i, T>([&](size_t i) { return operation(first[i], second[i]); });
+}
+
+__m512i widen_bytes(__m256i a) {
+  const auto bytes = std::bit_cast<std::array<uint8_t, 32>>(a);
+  return each<__m512i, uint16_t>([&](size_t i) { return bytes[i]; });
+}
+
+// Within each 16 bytes.
+__m512i shuffle(__m512i a, __m512i index) {
+  const auto bytes = lanes<uint8_t>(a), indices = lanes<uint8_t>(index);
+  return each<__m512i, uint8_t>([&](size_t i) {
+    return indices[i] & 0x80 ? 0 : bytes[i / 16 * 16 + indices[i] % 16];
+  });
+}
+
+// The next bytes of a where the mask has a one, those of `source` elsewhere.
+__m512i expand(__m512i source, uint64_t mask, __m512i a) {
+  const auto kept = lanes<uint8_t>(source), bytes = lanes<uint8_t>(a);
+  size_t next = 0;
+  return each<__m512i, uint8_t>(
+      [&](size_t i) { return mask >> i & 1 ? bytes[next++] : kept[i]; });
+}
+
+// sum + the products of four bytes without a sign and four with one, in each lane.
+__m512i dot(__m512i sum, __m512i a, __m512i b) {
+  const auto sums = lanes<int32_t>(sum);
+  const auto first = lanes<uint8_t>(a);
+  const auto second = lanes<int8_t>(b);
+  return each<__m512i, int32_t>([&](size_t i) {
+    int32_t total = sums[i];
+    for (size_t j = 4 * i; j < 4 * i + 4; j++) {
+      total += first[j] * second[j];
+    }
+    return total;
+  });
+}
+
+// Lanes of a, or of b where an index has the bit 16.
+__m512i permute(__m512i a, __m512i index, __m512i b) {
+  const auto first = lanes<int32_t>(a), second = lanes<int32_t>(b), indices = lanes<int32_t>(index);
+  return each<__m512i, int32_t>([&](size_t i) {
+    return (indices[i] & 16 ? second : first)[indices[i] & 15];
+  });
+}
+
+__m512 multiply_add(__m512 a, __m512 b, __m512 c) {
+  const auto first = lanes<float>(a), second = lanes<float>(b), third = lanes<float>(c);
+  return each<__m512, float>([&](size_t i) { return std::fma(first[i], second[i], third[i]); });
+}
+
+__m512 multiply(__m512 a, __m512 b) {
+  const auto first = lanes<float>(a), second = lanes<float>(b);
+  return each<__m512, float>([&](size_t i) { return first[i] * second[i]; });
+}
+
+}  // namespace emulated
+
+#define _mm512_loadu_si512(p) (emulated::load<__m512i, uint8_t>(p))
+#define _mm512_loadu_ps(p) (emulated::load<__m512, float>(p))
+#define _mm512_storeu_si512(p, a) (emulated::store(p, a))
+#define _mm512_storeu_ps(p, a) (emulated::store(p, a))
+#define _mm512_setzero_si512() (emulated::each<__m512i, int32_t>([](size_t) { return 0; }))
+#define _mm512_setzero_ps() (emulated::each<__m512, float>([](size_t) { return 0; }))
+#define _mm512_set1_epi8(v) (emulated::each<__m512i, int8_t>([&](size_t) { return v; }))
+#define _mm512_set1_epi32(v) (emulated::each<__m512i, int32_t>([&](size_t) { return v; }))
+#define _mm512_set1_ps(v) (emulated::each<__m512, float>([&](size_t) { return v; }))
+#define _mm512_broadcast_i32x4(a) \
+  (emulated::each<__m512i, int32_t>([v = a](size_t i) { return ((__v4si)v)[i % 4]; }))
+#define _mm512_and_si512(a, b) (emulated::both<uint32_t>(a, b, std::bit_and()))
+#define _mm512_or_si512(a, b) (emulated::both<uint32_t>(a, b, std::bit_or()))
+#define _mm512_add_epi32(a, b) (emulated::both<int32_t>(a, b, std::plus()))
+#define _mm512_slli_epi16(a, n) \
+  (emulated::both<uint16_t>(a, a, [](uint16_t word, uint16_t) { return word << n; }))
+#define _mm512_cvtepi32_ps(a) \
+  (emulated::each<__m512, float>([v = emulated::lanes<int32_t>(a)](size_t i) { return v[i]; }))
+#define _mm512_cvtepu8_epi16 emulated::widen_bytes
+#define _mm512_shuffle_epi8 emulated::shuffle
+#define _mm512_mask_expand_epi8 emulated::expand
+#define _mm512_dpbusd_epi32 emulated::dot
+#define _mm512_permutex2var_epi32 emulated::permute
+#define _mm512_fmadd_ps emulated::multiply_add
+#define _mm512_mul_ps emulated::multiply
+#define MRP_VNNI
+
+#include "integers.h"
+
+// y (tokens, rows) for x (tokens, columns), by the kernel with the number `way` of `Integers`; false if
+// the weight is damaged.
+extern "C" bool multiply(
+    int64_t way, const uint8_t* nibbles, int64_t bytes, const uint8_t* places, const float* scales,
+    const int64_t* offsets, const float* x, float* y, int64_t tokens, int64_t rows,
+    int64_t columns) {
+  const mrp::Coded<float> weight{
+      nibbles, nibbles + bytes, places, (columns + 7) / 8, columns, scales, offsets};
+  std::vector<mrp::RoundedGroup> rounded(tokens * weight.groups());
+  for (int64_t t = 0; t < tokens; t++) {
+    mrp::round_token(x + t * columns, columns, rounded.data() + t * weight.groups());
+  }
+  try {
+    const auto kernel = static_cast<mrp::Integers>(way);
+    const float* bias = nullptr;
+    mrp::multiply_rounded(kernel, weight, rounded.data(), tokens, bias, y, rows, 0, rows);
+    return true;
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+}
