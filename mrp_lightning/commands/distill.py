@@ -15,6 +15,7 @@ from mrp_lightning.commands.command import (
     number_from,
 )
 from mrp_lightning.errors import OptionError
+from mrp_lightning.models.locations import require_model
 
 if TYPE_CHECKING:
     from mrp_lightning.commands.distillation import Distilled
@@ -75,6 +76,14 @@ def main(args: list[str]) -> None:
     options.teacher = options.teacher or config.get("base_model")
     if options.teacher is None:
         raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")
+    try:
+        require_model(options.teacher)
+    except FileNotFoundError as error:
+        raise OptionError(
+            f"the dense model of {run} is not there: {options.teacher}. Name its directory or hub "
+            "id.",
+            "teacher",
+        ) from error
     options.text = _text_of(options, report.provenance.get("data") or {})
     options.out = output_path(options.out or run.with_name(f"{run.name}-distilled"))
     with (

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.devices import is_out_of_memory
 from mrp_lightning.errors import ArgumentError, DependencyError, FormatError
 from mrp_lightning.models.checkpoint import directory_of, weight_files
+from mrp_lightning.storage.json_files import read_json
 
 _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 _MOST_MODULES = 4096
@@ -74,9 +75,24 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def check_files(directory: Path, model: nn.Module) -> None:
-    """Apply `check_size` to the files in a directory, if it holds weights."""
+    """Apply `check_size` to the weights in a directory, and check its `generation_config.json`.
+
+    Raises:
+        FormatError: The weights cannot be the model's. The other file is no JSON object, which
+            transformers ignores in silence, or its special tokens are no numbers.
+    """
     if files := weight_files(directory):
         check_size(model, sum(file.stat().st_size for file in files), directory)
+    file = directory / "generation_config.json"
+    content = read_json(file, "fetch it again") if file.exists() else {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        value = content.get(name)
+        ids = value if isinstance(value, list) else [value]
+        if any(type(each) is not int for each in ids if each is not None):
+            raise FormatError(
+                f"{file}: expected in `{name}` the number of a token, or a list of numbers. Got "
+                f"{value!r}. Delete the file, or fetch it again."
+            )
 
 
 def check_size(

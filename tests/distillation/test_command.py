@@ -154,6 +154,9 @@ def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     large = [str(run), *SMALL, "--batch-size=64"]
     assert "expected at least a step, 2048 tokens. Got 640" in refusal(large, capsys)
     report = json.loads((run / "pruning_report.json").read_text())
+    report["config"]["base_model"] = str(run.with_name("moved"))
+    (run / "pruning_report.json").write_text(json.dumps(report))
+    assert re.search("`teacher`: the dense model of .* is not there:", refusal([str(run)], capsys))
     report["config"]["bits"] = 4
     (run / "pruning_report.json").write_text(json.dumps(report))
     assert "on a grid of few bits" in refusal([str(run), *SMALL], capsys)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
+import export
 from mrp_lightning import CausalLM, environment
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import why_not_readable
@@ -203,6 +204,16 @@ def test_a_damaged_safetensors_file_is_named(copy, damage):
     message = rf"(?s){re.escape(str(copy))}.*model\.safetensors: its {size} bytes are no whole"
     with pytest.raises(FormatError, match=message):
         load_model(str(copy), None)
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": ', "[]", '{"eos_token_id": ["</s>"]}'])
+def test_a_damaged_generation_config_is_named(copy, content):
+    (copy / "generation_config.json").write_text(content)
+    for load_it in (lambda: load_model(str(copy), None), lambda: export.load(copy)):
+        with pytest.raises(FormatError, match=r"generation_config\.json.* or fetch it again"):
+            load_it()
+    (copy / "generation_config.json").write_text('{"eos_token_id": [1, 2], "bos_token_id": null}')
+    assert load_model(str(copy), None).generation_config.eos_token_id == [1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
