@@ -47,7 +47,7 @@ class Job:
     device: torch.device
 
 
-R = TypeVar("R", bound=Report)
+R = TypeVar("R", ExportReport, IntegerReport)
 
 
 class Target(ABC, Generic[R]):

@@ -1,7 +1,6 @@
 """The reports of exports: tables on the terminal, `export_report.json`, and the model card."""
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,46 +36,24 @@ NAME = "export_report.json"
 
 
 @dataclass(kw_only=True)
-class Report(ABC):
-    """The report of one run of `python -m export.to_sparse`.
+class ExportReport:
+    """The report of an export to `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
 
     Attributes:
         source: The pruned checkpoint.
         format: The name of the format for `--format`.
         exported_bytes: Bytes of the weight files of the export; `None` if there is no export.
         notes: The steps that were left out, with reasons.
-    """
-
-    source: Checkpoint
-    format: str
-    exported_bytes: int | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    @abstractmethod
-    def packed(self) -> Sequence[LayerChoice]:
-        """The layers that were, or could be, packed."""
-
-    @abstractmethod
-    def print(self) -> None:
-        """Print the results."""
-
-    @abstractmethod
-    def save(self, directory: Path) -> None:
-        """Write what belongs beside the weights into a directory."""
-
-
-@dataclass(kw_only=True)
-class ExportReport(Report):
-    """The report of an export to `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
-
-    Attributes:
         layers: Every linear layer of the model, and other layers that its report lists as pruned.
         head: The head if it has 8 bits.
         parity: The comparison with the source; `None` if there is no export.
         speed: The times beside the source, of 2:4 exports on a CUDA device.
     """
 
+    source: Checkpoint
+    format: str
+    exported_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
     layers: list[LayerChoice]
     head: HeadChoice | None = None
     parity: Parity | None = None
@@ -156,14 +133,18 @@ class ExportReport(Report):
 
 
 @dataclass(kw_only=True)
-class IntegerReport(Report):
-    """The report of an export to `compressed-tensors`.
+class IntegerReport:
+    """The report of an export to `compressed-tensors`; see `ExportReport`.
 
     Attributes:
         chosen: The layers and their codes.
         loaded: A sentence on loading it with transformers; empty if there is no export.
     """
 
+    source: Checkpoint
+    format: str
+    exported_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
     chosen: Compressed
     loaded: str = ""
 
@@ -194,6 +175,9 @@ class IntegerReport(Report):
             sizes = (self.source.num_bytes, self.exported_bytes)
             lines.append("{:.1f} → {:.1f} MiB.".format(*(size / 2**20 for size in sizes)))
         sys.stdout.write("".join(f"{line}\n" for line in (*lines, *self.notes)))
+
+
+Report = ExportReport | IntegerReport
 
 
 def _size(choice: LayerChoice | HeadChoice) -> dict[str, Any]:

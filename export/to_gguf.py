@@ -43,7 +43,11 @@ def convert(options: Namespace) -> Path:
         OptionError: `--out` or `--like` is no GGUF file, or both are one; see also `write_gguf`.
         ParityError: See `write_gguf`.
     """
-    like = _first_checks(options)
+    require_extra("gguf", "Writing a GGUF file")
+    check_directory(options.checkpoint, "RUN")
+    like = None if options.like is None else _gguf_file(options.like)
+    if options.out is not None:
+        _checked_output(Path(options.out), like, options)
     # Only now: they load transformers, which help and a mistake need not wait for.
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
     from export.conversion.selection import Claims
@@ -66,10 +70,7 @@ def convert(options: Namespace) -> Path:
     out = Path(
         options.out or run.with_name(f"{run.name}{'' if kind == 'auto' else f'-{kind}'}.gguf")
     )
-    # The file of `--like` is read while the output is written, and the user may have no other copy.
-    if like is not None and out.expanduser().resolve() == like.resolve():
-        raise errors.OptionError(f"`--out` {out} must not be the file of `--like`.")
-    out = _checked_output(out, options)
+    out = _checked_output(out, like, options)
     checkpoint = open_checkpoint(run)
     with save_file(out, argument="--out") as partial:
         written = write_gguf(checkpoint, like, partial, kind, options.embedding_type)
@@ -88,27 +89,21 @@ def convert(options: Namespace) -> Path:
     return out
 
 
-def _first_checks(options: Namespace) -> Path | None:
-    """Check what options name before torch is loaded; return the file of `--like`, if there is one.
-
-    `convert` lists the errors.
-    """
-    require_extra("gguf", "Writing a GGUF file")
-    check_directory(options.checkpoint, "RUN")
-    if options.out is not None and options.like is None:
-        _checked_output(Path(options.out), options)
-    if options.like is None:
-        return None
-    if not Path(options.like).expanduser().exists():
-        raise FileNotFoundError(f"`--like`: there is no file {options.like}. Give one that exists.")
-    if (like := find_gguf(options.like)) is None:
-        raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")
-    return like
+def _gguf_file(like: str) -> Path:
+    """Return the file of `--like`."""
+    if not Path(like).expanduser().exists():
+        raise FileNotFoundError(f"`--like`: there is no file {like}. Give one that exists.")
+    if (file := find_gguf(like)) is None:
+        raise errors.OptionError(f"`--like` names a GGUF file; got {like}.")
+    return file
 
 
-def _checked_output(out: Path, options: Namespace) -> Path:
+def _checked_output(out: Path, like: Path | None, options: Namespace) -> Path:
     """Return the absolute path of the file to write, which may be written."""
     out = out.expanduser().resolve()
+    # The file of `--like` is read while the output is written, and the user may have no other copy.
+    if like is not None and out == like.resolve():
+        raise errors.OptionError(f"`--out` {out} must not be the file of `--like`.")
     if out.suffix != ".gguf" or out.is_dir():
         raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
     if os.path.lexists(out) and not options.overwrite:
@@ -135,8 +130,8 @@ def _parser() -> Any:
     option("--type", choices=_TYPES, help=text)
     text = (
         "of embeddings and head (default: as --type, but q8_0 where that has fewer bits, and the "
+        "type of --head-grid where that holds them to the bit)"
     )
-    text += "type of --head-grid where that holds them to the bit)"
     option("--embedding-type", choices=_TYPES, help=text)
     text = "default: RUN-TYPE.gguf, or RUN.gguf with auto, next to RUN"
     option("--out", metavar="FILE.gguf", help=text)

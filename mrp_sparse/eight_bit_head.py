@@ -103,20 +103,6 @@ class Head:
             )
         return cls(name, table)
 
-    @classmethod
-    def named(cls, model: Any, name: str) -> Self:
-        """Return the head of this name, which a checkpoint stores in 8 bits.
-
-        Raises:
-            OptionError: The model has no such head, or one that cannot have 8 bits.
-        """
-        if not hasattr(model, "get_output_embeddings"):
-            raise OptionError(f"{name}: a head of 8 bits is for models of transformers")
-        head = cls.of(model)
-        if head.name != name:
-            raise OptionError(f"{name}: the head of {type(model).__name__} is {head.name}")
-        return head
-
     def put(self, model: Any, layer: EightBitLinear) -> None:
         """Replace the head of a model, and the embeddings that are tied to it, in place."""
         model.set_submodule(self.name, layer)

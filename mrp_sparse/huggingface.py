@@ -106,7 +106,7 @@ class PackedQuantizer(HfQuantizer):
         damaged = []
         for name, layer in self._layers(model).items():
             # A tensor that no file held is uninitialised memory, which may look valid.
-            if missing := _missing(layer, ("weight", *layer.FORMAT.companions, "bias")):
+            if missing := _missing(layer, (*layer.FORMAT.names, "bias")):
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
                 continue
             layer.weight.requires_grad_(False)
@@ -247,11 +247,13 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
     problems, head = misfits(modules, config), None
     try:
         if config.head is not None:
-            head = Head.named(model, config.head["module"])
+            head, name = Head.of(model), config.head["module"]
+            if head.name != name:
+                problems["head"] = f"{name}: the head of {type(model).__name__} is {head.name}"
+            elif name in config.counts:
+                problems["head"] = f"{name}: both a packed layer and the head of 8 bits"
     except OptionError as error:
         problems["head"] = str(error)
-    if head is not None and head.name in config.counts:
-        problems["head"] = f"{head.name}: both a packed layer and the head of 8 bits"
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(

@@ -157,7 +157,7 @@ def _packed_problems(
         columns = layer.in_features
         if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
             yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
-        keys = [f"{name}.{key}" for key in ("weight", *form.companions)]
+        keys = [f"{name}.{key}" for key in form.names]
         if any(key not in tensors or tensors[key].shape != expected[key] for key in keys):
             continue
         stored = [tensors[key] for key in keys]

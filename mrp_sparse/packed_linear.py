@@ -209,7 +209,7 @@ class PackedLinear(nn.Module):
             FormatError: Their number, shapes or dtypes are wrong, or packing cannot give them.
             PatternError: No weight of so many columns has this form.
         """
-        names = ("weight", *cls.FORMAT.companions)
+        names = cls.FORMAT.names
         kinds = [type(tensor).__name__ for tensor in tensors]
         if len(tensors) != len(names) or not all(isinstance(x, Tensor) for x in tensors):
             raise FormatError(

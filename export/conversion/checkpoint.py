@@ -103,31 +103,31 @@ class Checkpoint:
         for file in self.files:
             yield from file.read().items()
 
-    def parameters(self, model: PreTrainedModel) -> Iterator[tuple[str, str, bool, Tensor]]:
+    def parameters(
+        self, model: PreTrainedModel, description: str | None = None
+    ) -> Iterator[tuple[str, str, bool, Tensor]]:
         """Read all tensors with the parameters that they are in a model.
+
+        With a description of the step there is a bar, and an error at the end if some are not
+        finite.
 
         Yields:
             The name in the files, the name in the model, whether transformers computes the
             parameter from several tensors or by another conversion, and the tensor.
-        """
-        name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-        for stored, tensor in self.tensors():
-            yield (stored, *name_in_model(stored), tensor)
-
-    def finite_parameters(
-        self, model: PreTrainedModel, description: str
-    ) -> Iterator[tuple[str, str, bool, Tensor]]:
-        """Read as `parameters`, with a bar, and raise at the end if some are not finite.
 
         Raises:
             FormatError: See `require_finite`.
         """
         name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tensors = tracked(self.tensors(), self.num_tensors, description)
-        for stored, tensor in require_finite(
-            tensors, self.path, lambda stored: name_in_model(stored)[0] in known
-        ):
+        tensors = self.tensors()
+        if description is not None:
+            known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            tensors = require_finite(
+                tracked(tensors, self.num_tensors, description),
+                self.path,
+                lambda stored: name_in_model(stored)[0] in known,
+            )
+        for stored, tensor in tensors:
             yield (stored, *name_in_model(stored), tensor)
 
     def state(self, model: PreTrainedModel) -> dict[str, Tensor]:

@@ -198,11 +198,7 @@ class Compressed:
 
 
 def choose_compressed(checkpoint: Checkpoint, skip: Sequence[str] = ()) -> Compressed:
-    """Find codes of 4 bits, or else of 8 bits, for the layers that a report lists.
-
-    Args:
-        checkpoint: The directory of a pruning with `bits` or `grid`.
-        skip: Name patterns of layers to leave dense.
+    """Find codes of 4 bits, or else of 8 bits, for the layers that a report lists but for `skip`.
 
     Raises:
         OptionError: The module is the user's own.
@@ -224,7 +220,7 @@ def choose_compressed(checkpoint: Checkpoint, skip: Sequence[str] = ()) -> Compr
     model = build_without_weights(checkpoint.pretrained_config())
     known = checkpoint.grid_parameters()
     chosen = Compressed(model, claims.layers, skip, claims.grid.group_size, known)
-    for tensor in checkpoint.finite_parameters(model, "finding codes"):
+    for tensor in checkpoint.parameters(model, "finding codes"):
         chosen.examine(*tensor)
     if chosen.misfits:
         raise PatternError(

@@ -358,9 +358,7 @@ class _Search:
         expected = _default_targets(model) if self.claims is None else set(claims)
         reasons = dict(self._reasons(model, modules))
         choices, converted, stored_names = [], set(), []
-        for stored, parameter, is_converted, tensor in checkpoint.finite_parameters(
-            model, _COUNTING
-        ):
+        for stored, parameter, is_converted, tensor in checkpoint.parameters(model, _COUNTING):
             stored_names.append(stored)
             name, _, kind = parameter.rpartition(".")
             # A converted parameter is no matrix of the files, so it can be neither packed nor

@@ -102,6 +102,7 @@ _MISTRAL = replace(_LLAMA, fields=replace(_LLAMA.fields, warned={"sliding_window
 _QWEN2 = Family(
     "qwen2",
     Fields(
+        stored=frozenset({"use_sliding_window", "max_window_layers"}),
         fixed={"hidden_act": SILU},
         judged={
             "rope_parameters": positions_of(*PLAIN),
@@ -109,7 +110,6 @@ _QWEN2 = Family(
             "head_dim": head_dim_divides,
         },
         warned={"sliding_window": unheld_window},
-        implied=frozenset({"use_sliding_window", "max_window_layers"}),
     ),
 )
 _QWEN3 = Family(

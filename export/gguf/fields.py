@@ -55,24 +55,23 @@ class Fields:
     """The fields of a configuration class beyond `SIZES` and `WITHOUT_EFFECT`.
 
     Attributes:
-        stored: Fields of which a file holds any value, as metadata or tensors.
+        stored: Fields of which a file holds any value, as metadata or tensors, and those that only
+            give defaults of others.
         fixed: The values with which llama.cpp computes, by field.
         judged: A rule for each field whose values depend on others.
         warned: A rule for each field whose values matter for some texts only.
-        implied: Fields that only give defaults of others.
     """
 
     stored: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     judged: Mapping[str, Rule] = field(default_factory=dict)
     warned: Mapping[str, Rule] = field(default_factory=dict)
-    implied: frozenset[str] = frozenset()
 
     @property
     def known(self) -> frozenset[str]:
         """The names of all fields of a configuration that this family knows."""
         own = self.stored | self.fixed.keys() | self.judged.keys() | self.warned.keys()
-        return SIZES | WITHOUT_EFFECT | _OF_ALL | self.implied | own
+        return SIZES | WITHOUT_EFFECT | _OF_ALL | own
 
     def warnings(self, config: PreTrainedConfig) -> list[str]:
         """Return the differences between llama.cpp and transformers on some texts."""

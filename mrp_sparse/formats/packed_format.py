@@ -90,6 +90,11 @@ class PackedFormat:
             return sum(tensor.nbytes for tensor in self.empty(shape, count, dtype))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of a layer's tensors, in the order of the format."""
+        return ("weight", *self.companions)
+
+    @property
     def places(self) -> str:
         """Name of the tensor that holds the columns of the values."""
         return self.companions[0]

@@ -65,20 +65,19 @@ def _check_version(key: str, version: Any, expected: int) -> None:
 
 def _of_modules(modules: Any, *, counted: bool) -> Iterator[str]:
     """Yield the problems of `modules`: a list of names or, if counted, sizes by name."""
-    if isinstance(modules, list | tuple | dict) and not modules:
-        return
-    if counted and isinstance(modules, dict):
+    # An empty one may be of either kind: transformers makes it without knowing the format.
+    if not isinstance(modules, dict if counted else list | tuple) and modules not in ({}, [], ()):
+        expected = "an object of sizes by name" if counted else "a list of names"
+        yield f"`modules` is {shortened(modules)}, expected {expected}"
+    elif isinstance(modules, dict):
         for name, size in modules.items():
             # `isinstance` would accept `true`, since bool is a kind of int.
             if type(size) is not int or size < 0:
                 yield f"`modules.{name}` is {shortened(size)}, expected a whole number from 0"
-    elif not counted and isinstance(modules, list | tuple):
+    else:
         for i, name in enumerate(modules):
             if not isinstance(name, str):
                 yield f"`modules[{i}]` is {shortened(name)}, expected a name"
-    else:
-        expected = "an object of sizes by name" if counted else "a list of names"
-        yield f"`modules` is {shortened(modules)}, expected {expected}"
 
 
 def _of_head(head: Any) -> Iterator[str]:

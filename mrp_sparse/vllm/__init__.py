@@ -17,7 +17,11 @@ def register() -> None:
     """
     from vllm import __version__ as version
 
-    if not _is_tested(version):
+    # Numbers are compared, since "0.9" is above "0.29" as text; patch releases do not count.
+    oldest, this, newest = (
+        [*map(int, re.findall(r"\d+", text)[:2])] for text in (OLDEST, version, NEWEST)
+    )
+    if not oldest <= this <= newest:
         # A child of vLLM's logger, whose handlers write to the terminal.
         logging.getLogger(f"vllm.{__name__}").warning(
             "mrp-sparse was tested with vLLM %s to %s; this is %s. If packed models fail to load, "
@@ -29,10 +33,3 @@ def register() -> None:
 
     configuration.register()
     reading.register()
-
-
-def _is_tested(version: str) -> bool:
-    # Numbers are compared, since "0.9" is above "0.29" as text. The list is sorted exactly if
-    # OLDEST ≤ version ≤ NEWEST; patch releases count as their minor version.
-    numbers = [tuple(map(int, re.findall(r"\d+", v)[:2])) for v in (OLDEST, version, NEWEST)]
-    return numbers == sorted(numbers)

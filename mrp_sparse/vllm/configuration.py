@@ -38,7 +38,6 @@ from mrp_sparse.vllm.linear import (
     EightBitMethod,
     PackedMethod,
     PartlyPackedMethod,
-    names_of,
     why_not,
 )
 
@@ -280,7 +279,7 @@ def _files(directory: Path) -> list[Path]:
 def _problems(files: dict[str, Any], form: PackedFormat, modules: list[str]) -> Iterator[str]:
     """Yield what is wrong with packed layers; `files` are open, by the names of their tensors."""
     for module in modules:
-        names = {name: f"{module}.{name}" for name in names_of(form)}
+        names = {name: f"{module}.{name}" for name in form.names}
         if missing := [name for name, full in names.items() if full not in files]:
             yield f"{module}: {', '.join(missing)} missing in the files"
             continue

@@ -114,7 +114,7 @@ class Arrivals:
         receive: Callable[[list[int], list[Tensor]], str | None],
     ) -> None:
         self.prefix = getattr(layer, "prefix", "") or type(layer).__name__
-        self.names = names_of(form)
+        self.names = form.names
         self._receive = receive
         self._waiting: dict[Any, dict[str, Tensor]] = {}
         self._num_parts = num_parts
@@ -253,7 +253,7 @@ class PackedMethod(LinearMethodBase):
         This happens as soon as the last part is read, so that one layer at a time is held twice.
         """
         parts = [layer.packed_parts.pop(index) for index in sorted(layer.packed_parts)]
-        for name, tensors in zip(names_of(self.form), zip(*parts, strict=True), strict=True):
+        for name, tensors in zip(self.form.names, zip(*parts, strict=True), strict=True):
             joined = _joined(tensors)
             setattr(layer, name, nn.Parameter(joined, requires_grad=False))
         if self.form.row_offsets is not None:
@@ -283,7 +283,7 @@ class PackedMethod(LinearMethodBase):
 
     def _tensors(self, layer: Any) -> list[Tensor]:
         """Return the packed tensors of a layer."""
-        return [getattr(layer, name) for name in names_of(self.form)]
+        return [getattr(layer, name) for name in self.form.names]
 
 
 class EightBitMethod(PackedMethod):
@@ -391,11 +391,6 @@ class PartlyPackedMethod(UnquantizedLinearMethod):
         super().process_weights_after_loading(layer)
 
 
-def names_of(form: PackedFormat) -> tuple[str, ...]:
-    """Return the names of a layer's packed tensors, in the order of the format."""
-    return ("weight", *form.companions)
-
-
 def why_not(form: PackedFormat, shape: tuple[int, int], tensors: Sequence[Tensor]) -> str | None:
     """Return why these tensors are not a packed weight of a shape, `None` if they are."""
     if reason := form.why_not(shape):
@@ -406,7 +401,7 @@ def why_not(form: PackedFormat, shape: tuple[int, int], tensors: Sequence[Tensor
     dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
     with torch.device("meta"):
         expected = form.empty(shape, tensors[0].numel(), dtype)
-    for name, tensor, other in zip(names_of(form), tensors, expected, strict=True):
+    for name, tensor, other in zip(form.names, tensors, expected, strict=True):
         if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
             return (
                 f"{name} is {tuple(tensor.shape)} in {tensor.dtype}, expected "
@@ -429,7 +424,7 @@ def _register_empty(layer: Any, form: PackedFormat, dtype: torch.dtype) -> None:
     vLLM calls the loaders with slices of the checkpoint's tensors, which `layer.arrivals` collects
     until a layer is whole.
     """
-    for name, tensor in zip(names_of(form), form.empty((0, 0), 0, dtype), strict=True):
+    for name, tensor in zip(form.names, form.empty((0, 0), 0, dtype), strict=True):
         param: Any = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
         param.weight_loader = functools.partial(layer.arrivals.take, name)
         # A class that rearranges rows finds their dimension here, does so, and is then refused by

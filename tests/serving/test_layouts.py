@@ -24,7 +24,7 @@ from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.vllm.configuration import CONFIGS
-from mrp_sparse.vllm.linear import PackedMethod, mark, names_of
+from mrp_sparse.vllm.linear import PackedMethod, mark
 
 PRUNINGS = {BITMASK: removed, BITMASK4: four_bits, SPARSE24: two_of_four}
 COLUMNS = 256
@@ -47,7 +47,7 @@ def read(form, made, sizes, columns, output_size, stored):
     """Let a layer read weights by shard, their tensors shuffled; return its dense weight and y."""
     method = PackedMethod(form)
     method.create_weights(made, columns, sizes, COLUMNS, output_size, torch.bfloat16)
-    named = [(shard, zip(names_of(form), form.pack(w), strict=True)) for shard, w in stored]
+    named = [(shard, zip(form.names, form.pack(w), strict=True)) for shard, w in stored]
     pairs = [(shard, *pair) for shard, tensors in named for pair in tensors]
     random.Random(0).shuffle(pairs)
     for shard, name, tensor in pairs:
@@ -56,7 +56,7 @@ def read(form, made, sizes, columns, output_size, stored):
         param.weight_loader(param, tensor, *(() if shard is None else (shard,)))
     method.process_weights_after_loading(made)
     x = torch.randn(3, columns).bfloat16()
-    return form.unpack(*(getattr(made, name) for name in names_of(form)), columns), x, method
+    return form.unpack(*(getattr(made, name) for name in form.names), columns), x, method
 
 
 @forms
@@ -107,7 +107,7 @@ def test_columns_that_do_not_fit_name_the_next_step():
 def test_a_copy_of_what_was_read_is_refused():
     made = layer(RowParallelLinear, tp_rank=0, tp_size=1)
     PackedMethod(BITMASK).create_weights(made, COLUMNS, [48], COLUMNS, 48, torch.bfloat16)
-    for name, tensor in zip(names_of(BITMASK), BITMASK.pack(weight(BITMASK, 48)), strict=True):
+    for name, tensor in zip(BITMASK.names, BITMASK.pack(weight(BITMASK, 48)), strict=True):
         mark(tensor)
         rearranged = tensor.flip(0) if name == "weight" else tensor
         getattr(made, name).weight_loader(getattr(made, name), rearranged)
