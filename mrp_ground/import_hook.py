@@ -42,8 +42,7 @@ class _Watch(MetaPathFinder):
         """Return the specification of the watched module, and `None` for any other."""
         if fullname != self.module:
             return None
-        # Only later finders are asked: an earlier watch of the same module asks this one, and to
-        # ask that watch in turn would never end.
+        # Only later finders are asked: an earlier watch of the same module asks this one.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)

@@ -39,37 +39,12 @@ if TYPE_CHECKING:
     from mrp_lightning.solver.pruning import Solution, prune_weight
     from mrp_lightning.solver.recipe import Recipe
 
-__all__ = [
-    "BlockReport",
-    "BlockResult",
-    "BlockTuning",
-    "CausalLM",
-    "ColumnSolution",
-    "DataError",
-    "DependencyError",
-    "Distillation",
-    "DistillationText",
-    "FormatError",
-    "HessianAccumulator",
-    "HessianError",
-    "LayerReport",
-    "MethodError",
-    "NumericalWarning",
-    "OptionError",
-    "ParityError",
-    "PatternError",
-    "PruningReport",
-    "Recipe",
-    "SaveError",
-    "Solution",
-    "StrategyError",
-    "TargetError",
-    "TextDataModule",
-    "Trainer",
-    "cut_vocabulary",
-    "prune_columns",
-    "prune_weight",
-]
+__all__ = ["BlockReport", "BlockResult", "BlockTuning", "CausalLM", "ColumnSolution", "DataError"]
+__all__ += ["DependencyError", "Distillation", "DistillationText", "FormatError"]
+__all__ += ["HessianAccumulator", "HessianError", "LayerReport", "MethodError", "NumericalWarning"]
+__all__ += ["OptionError", "ParityError", "PatternError", "PruningReport", "Recipe", "SaveError"]
+__all__ += ["Solution", "StrategyError", "TargetError", "TextDataModule", "Trainer"]
+__all__ += ["cut_vocabulary", "prune_columns", "prune_weight"]
 
 # Imported on first access (PEP 562): torch takes seconds, Lightning and transformers some more.
 _LAZY = {

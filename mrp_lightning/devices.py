@@ -69,11 +69,10 @@ def warn_of_slow_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Warn once of a model in 16 bits on a CPU of x86 without AVX-512, where float32 is faster."""
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     if is_narrow and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        name = str(dtype).removeprefix("torch.")
         progress_log.warning(
             "This CPU has no instructions for %s, which is several times as slow here as float32: "
             "load the model with `dtype: float32` (`--dtype float32`) if memory allows.",
-            name,
+            str(dtype).removeprefix("torch."),
         )
 
 

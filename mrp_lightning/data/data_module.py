@@ -44,12 +44,8 @@ from mrp_lightning.text.windows import Cutter, Windows
 
 _Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers
-_SPLITS: dict[str, Split] = {
-    "fit": "train",
-    "predict": "train",
-    "validate": "validation",
-    "test": "test",
-}
+_SPLITS: dict[str, Split] = {"fit": "train", "predict": "train"}
+_SPLITS |= {"validate": "validation", "test": "test"}
 """The split that a stage of the trainer reads."""
 
 
@@ -280,11 +276,9 @@ class TextDataModule(LightningDataModule):
             "train_files": self._files,
             "dataset": DatasetText(self.dataset, self._text_column),
         }
-        sources = {name: sources.get(name) or self._named(name) for name in self._shares}
+        files, copies = self._files, self.corpora_dir
+        sources = {n: sources.get(n) or source_named(n, files, copies) for n in self._shares}
         return Mixture(self._shares, sources)
-
-    def _named(self, name: str) -> TextSource:
-        return source_named(name, self._files, self.corpora_dir)
 
     def _text(self, split: Split) -> TextSource:
         """Return the unnamed text of a split: the files, the dataset or the standard library."""
@@ -304,7 +298,8 @@ class TextDataModule(LightningDataModule):
     def _evaluated(self, split: Split) -> dict[str, TextSource]:
         """Return the texts to evaluate on, by name; an unnamed text has the name of its split."""
         if self.evaluation:
-            return {name: self._named(text) for name, text in self.evaluation.items()}
+            files, copies = self._files, self.corpora_dir
+            return {n: source_named(text, files, copies) for n, text in self.evaluation.items()}
         return {split: self._text(split)}
 
     @property
@@ -349,12 +344,10 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        texts = self._evaluated(split)
+        texts = self._evaluated(split).items()
         split = "test" if self.evaluation else split  # published texts have no validation
-        loaders = {
-            name: self._loader(text.windows(self._cutter(text.bos), split))
-            for name, text in texts.items()
-        }
+        windows = {name: text.windows(self._cutter(text.bos), split) for name, text in texts}
+        loaders = {name: self._loader(each) for name, each in windows.items()}
         return loaders if self.evaluation else loaders[split]
 
     def calibration_windows(self) -> Tensor:

@@ -115,13 +115,8 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
     # depends on how many windows share it.
     at_once = min(windows_at_once(model, sampling.length), count * pieces)
     length = min(sampling.length, max(len(sampling.prefix), 1) + _MEASURED_TOKENS)
-    times: list[float] = []
-    write(
-        model,
-        replace(sampling, length=length),
-        range(at_once),
-        lambda _: times.append(time.perf_counter()),
-    )
+    times, short = list[float](), replace(sampling, length=length)
+    write(model, short, range(at_once), lambda _: times.append(time.perf_counter()))
     # The least of the intervals between two tokens: the first holds the set-up, and noise only
     # adds.
     seconds_a_token = min((b - a for a, b in pairwise(times)), default=0.0)

@@ -51,10 +51,8 @@ class Sampling:
         # One generator for each window, seeded by (seed, n): window n is the same in any batch,
         # process or order. The numbers are numpy's, on the CPU, so that they do not depend on the
         # device.
-        numbers = [
-            np.random.default_rng([self.seed % 2**64, n]).random(self.length, np.float32)
-            for n in windows
-        ]
+        generators = (np.random.default_rng([self.seed % 2**64, n]) for n in windows)
+        numbers = [generator.random(self.length, np.float32) for generator in generators]
         return torch.from_numpy(np.stack(numbers))
 
     def starts(self, uniforms: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -237,15 +238,20 @@ class Journal(AbstractContextManager["Journal"]):
         A streamed block is read from its shard from then on. The result is that of `read`.
         """
         result = self.read(step)
-        streamed = self._streamed
-        if result is not None and streamed is not None and result.name in streamed.blocks:
+        if result is None:
+            return None
+        if (streamed := self._streamed_of(result)) is not None:
             for layer in [*result.pruned(layers), *tuned]:
                 before_change(layer)
             streamed.take(result.name, result.weights)
             streamed.read_from(result.name, self.file(step))
-        elif result is not None:
+        else:
             result.restore(layers, before_change, tuned)
         return result
+
+    def _streamed_of(self, result: BlockResult) -> "StreamedBlocks | None":
+        is_streamed = self._streamed is not None and result.name in self._streamed.blocks
+        return self._streamed if is_streamed else None
 
     def _load(self, step: int) -> BlockResult:
         grid_file = self.path / self.manifest.shards[step].grid_file
@@ -264,10 +270,7 @@ class Journal(AbstractContextManager["Journal"]):
         """
         if self._lock is None:
             return
-        streamed = self._streamed
-        if streamed is not None and result.name not in streamed.blocks:
-            streamed = None
-        if streamed is not None:
+        if (streamed := self._streamed_of(result)) is not None:
             # Whole blocks, since the shards become the files of the checkpoint.
             result = replace(result, weights=streamed.tensors(result.name))
         result = result.on_cpu()
@@ -326,19 +329,13 @@ class Journal(AbstractContextManager["Journal"]):
         computed = compute()
         if self._lock is not None:
             tensors = {key: tensor.contiguous() for key, tensor in computed.items()}
+            file = _kept_file(self.path, name)
             try:
-                self.manifest.kept[name] = self._store(
-                    _kept_file(self.path, name), lambda file: save_file(tensors, file)
-                )
+                self.manifest.kept[name] = self._store(file, partial(save_file, tensors))
                 self.manifest.save(self.path)
             except (OSError, SafetensorError) as error:
                 raise _unwritable(self.path, error) from error
         return computed
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process writes the journal."""
-        return self._lock is not None
 
     def close(self) -> None:
         """Release the lock, so that another process can resume the run."""
@@ -362,22 +359,18 @@ class Journal(AbstractContextManager["Journal"]):
             # about them.
             if any(self.path.glob("block-*.safetensors")):
                 raise
-            self._start_afresh()
-            return
+            return self._start_afresh()
         differing = differences(earlier.fingerprint, self.manifest.fingerprint)
         same_weights = earlier.fingerprint.get(WEIGHTS) == self.manifest.fingerprint.get(WEIGHTS)
         # Weights that differ may be those that the interrupted run has changed already: a fresh run
         # would take them for dense.
         if differing and not earlier.shards and same_weights:
             # Nothing is lost: no block is finished, and the model of this process is unchanged.
-            self._start_afresh()
-            return
+            return self._start_afresh()
         if differing:
             listed = "\n".join(f"  {difference}" for difference in differing)
-            model, other = (
-                manifest.about.get("config", {}).get("base_model")
-                for manifest in (self.manifest, earlier)
-            )
+            abouts = (self.manifest.about, earlier.about)
+            model, other = (about.get("config", {}).get("base_model") for about in abouts)
             apart = "with other settings than this one"
             if not same_weights and other != model:
                 apart = f"of the model {other}, and this one prunes {model}"
@@ -408,6 +401,7 @@ class Journal(AbstractContextManager["Journal"]):
                 log.warning("%s is damaged or missing. All blocks are pruned again.", file)
                 del earlier.kept[name]
                 self._damaged.update(earlier.shards)
+        return None
 
     def _is_whole(self, name: str, checksum: str) -> bool:
         file = self.path / name
@@ -420,11 +414,10 @@ class Journal(AbstractContextManager["Journal"]):
         # one machine, have equal outputs; other bits make all later shards those of another run.
         if earlier is not None and earlier.weights != entry.weights:
             # Steps are numbered in the order of the walk.
-            void = [later for later in self.manifest.shards if later > step]
-            for later in void:
-                del self.manifest.shards[later]
-            if void:
+            kept = {k: shard for k, shard in self.manifest.shards.items() if k <= step}
+            if len(kept) < len(self.manifest.shards):
                 log.warning("The block came out otherwise. Those after it are pruned again.")
+            self.manifest.shards = kept
         self.manifest.shards[step] = entry
         self._damaged.discard(step)
 

@@ -52,11 +52,8 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def _difference(name: str, was: Any, is_: Any) -> str:
     if all(isinstance(value, str) and value.startswith(_DIGEST_PREFIX) for value in (was, is_)):
         return f"`{name}` differ"
-    return f"`{name}` was {_shown(was)}, is {_shown(is_)}"
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str, ensure_ascii=False)
+    was, is_ = (json.dumps(value, default=str, ensure_ascii=False) for value in (was, is_))
+    return f"`{name}` was {was}, is {is_}"
 
 
 NAME = "manifest.json"

@@ -158,8 +158,7 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
             "%d of %d calibration windows were given to more than one process, and count each "
             "time. Let Lightning share the data (a map-style dataset, without a distributed "
             "sampler), or share them so that none is repeated.",
-            repeated,
-            len(owners),
+            *(repeated, len(owners)),
         )
     if windows:
         _warn_of_little_text(plan, [*windows.values()], len(known_words))
@@ -187,8 +186,7 @@ def _warn_of_little_text(plan: Plan, sizes: Sequence[int], words: int) -> None:
             "All %s tokens of the calibration data are repetitions of %d different ones, which is "
             "no text that a model reads. Give text of the kind that it is to be used on "
             "(`train_files` or `calibration`).",
-            f"{tokens:,}",
-            words,
+            *(f"{tokens:,}", words),
         )
 
 

@@ -159,7 +159,7 @@ class CausalLM(ExactValues):
             "attn_implementation": attn_implementation,
             "streaming": streaming,
         }
-        loaded = load_causal(
+        self.model, self.tokenizer, self.streamed, source, tokenizer_source = load_causal(
             model,
             tokenizer,
             _blocks_by_name,
@@ -168,10 +168,8 @@ class CausalLM(ExactValues):
             trust_remote_code=trust_remote_code,
             **rebuilt,
         )
-        self.model, self.tokenizer, self.streamed = loaded.model, loaded.tokenizer, loaded.streamed
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
-        self.warmup_steps = warmup_steps
-        self.offload = offload
+        self.warmup_steps, self.offload = warmup_steps, offload
         self._offloaded = ExitStack()
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self.vocabulary: dict[str, Any] = {}
@@ -180,9 +178,9 @@ class CausalLM(ExactValues):
         self.save_hyperparameters(
             {
                 **rebuilt,
-                "model": loaded.source,
+                "model": source,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
-                "tokenizer": loaded.tokenizer_source,
+                "tokenizer": tokenizer_source,
                 "offload": offload,
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
@@ -290,9 +288,8 @@ class CausalLM(ExactValues):
     def on_train_start(self) -> None:
         """Warn if training would fill the zeros of a pruned model."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        if any(getattr(callback, "keeps_sparsity", False) for callback in callbacks):
-            return
-        if layers := pruned_layers(self):
+        is_kept = any(getattr(callback, "keeps_sparsity", False) for callback in callbacks)
+        if not is_kept and (layers := pruned_layers(self)):
             rank_zero_warn(
                 f"{len(layers)} layers of this model are pruned ({layers[0].name}, …), and "
                 "training will fill their zeros. Add `callbacks.KeepSparsity` to keep them."
@@ -344,7 +341,10 @@ class CausalLM(ExactValues):
         self.evaluation = self._texts.figures()
         lost = [n for n, x in self.evaluation.items() if x["tokens"] and math.isnan(x["loss"])]
         if lost:
-            self._refuse_not_finite_blocks()
+            if self.streamed is not None:  # whose blocks `setup` does not read
+                for name, block in self.streamed.blocks.items():
+                    with self.streamed.pinned(block):
+                        refuse_not_finite([], block.named_parameters(prefix=name))
             raise TargetError(
                 f"The logits of the model hold NaN on {', '.join(lost)}, but its weights are "
                 f"finite: its activations overflow in {self.model.dtype}. Evaluate it in another "
@@ -358,14 +358,6 @@ class CausalLM(ExactValues):
                 f"{name}: perplexity {figures['perplexity']:.3f} (context {figures['context']}, "
                 f"{windows}{bos}, {counted(figures['tokens'], 'predicted token')})"
             )
-
-    def _refuse_not_finite_blocks(self) -> None:
-        """Raise a TargetError for NaN or Inf in a streamed block, which `setup` does not read."""
-        if self.streamed is None:
-            return
-        for name, block in self.streamed.blocks.items():
-            with self.streamed.pinned(block):
-                refuse_not_finite([], block.named_parameters(prefix=name))
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with linear warm-up and cosine decay over the trainer's steps.

@@ -36,8 +36,7 @@ _FAILED = "failed: "
 
 def processes_of(trainer: Trainer) -> Processes:
     """Return the processes of a trainer that has set up its strategy."""
-    device = trainer.strategy.root_device
-    return Processes(trainer.global_rank, trainer.world_size, device)
+    return Processes(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
 def require_whole_models(trainer: Trainer, caller: str) -> None:

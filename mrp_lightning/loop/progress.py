@@ -141,19 +141,16 @@ class BatchLog(Callback):
         """Log the epoch, the batch, the metrics of the bar, the tokens and the time left."""
         ids = token_ids(batch)
         self._tokens += 0 if ids is None else ids.numel()
-        parts = [
-            f"epoch {trainer.current_epoch + 1}",
-            f"batch {batch_idx + 1}/{trainer.num_training_batches}",
-            *(f"{name} {value:.3g}" for name, value in trainer.progress_bar_metrics.items()),
-        ]
-        tokens = f" · {self._tokens:,} tokens" if self._tokens else ""
-        steps = trainer.global_step - self._first_step
-        total = trainer.estimated_stepping_batches
-        left = ""
+        epoch, batches = trainer.current_epoch + 1, trainer.num_training_batches
+        metrics = trainer.progress_bar_metrics.items()
+        parts = [f"training: epoch {epoch}", f"batch {batch_idx + 1}/{batches}"]
+        line = ", ".join([*parts, *(f"{name} {value:.3g}" for name, value in metrics)])
+        line += f" · {self._tokens:,} tokens" if self._tokens else ""
+        steps, total = trainer.global_step - self._first_step, trainer.estimated_stepping_batches
         if steps and math.isfinite(total):
             rest = (total - trainer.global_step) / steps
-            left = f" · about {roughly(rest * (time.monotonic() - self._training_since))} left"
-        self._log(f"training: {', '.join(parts)}{tokens}{left}")
+            line += f" · about {roughly(rest * (time.monotonic() - self._training_since))} left"
+        self._log(line)
 
     def on_validation_batch_end(
         self,

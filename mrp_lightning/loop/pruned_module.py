@@ -230,9 +230,9 @@ def _companions(module: LightningModule) -> Companions | None:
     _, model = checkpoint_root(module)
     if not isinstance(model, PreTrainedModel):
         return None
-    sources = _sources_of(module)
-    revision = module.hparams.get("revision")
-    directory = sources[0] if sources else directory_of(model.name_or_path or "", revision)
+    directory = next(iter(_sources_of(module)), None)
+    if directory is None:
+        directory = directory_of(model.name_or_path or "", module.hparams.get("revision"))
     return find_companions(directory) if directory is not None and directory.is_dir() else None
 
 
@@ -258,16 +258,12 @@ def _parameters_of_sources(
         except FormatError as error:  # the model is pruned by now, and is to be saved
             log.warning("The grid parameters of the model's other layers are lost: %s", error)
     changed = {row.name for row in report.pruned}
-    if removed := report.narrowed.get("removed"):
+    removed = report.narrowed.get("removed")
+    if removed:
         changed |= {*report.narrowed["repair"]["layers"]}
-        renamed = {name: renumbered(name, removed) for name in parameters}
-    else:
-        renamed = {name: name for name in parameters}
-    return {
-        new: parameters[name]
-        for name, new in renamed.items()
-        if new is not None and name not in changed
-    }
+    kept = {name: x for name, x in parameters.items() if name not in changed}
+    named = {renumbered(name, removed) if removed else name: x for name, x in kept.items()}
+    return {name: x for name, x in named.items() if name is not None}
 
 
 def save_trained(
@@ -322,8 +318,8 @@ def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
 
 def _save_report(report: PruningReport, staging: Path) -> None:
     """Write the report last, with the names of all files."""
-    written = {file.relative_to(staging).as_posix() for file in visible_files(staging)}
-    report.files = sorted(written | {NAME})
+    written = (file.relative_to(staging).as_posix() for file in visible_files(staging))
+    report.files = sorted({*written, NAME})
     report.save(staging)
 
 

@@ -98,7 +98,7 @@ def _explained(journal: Journal, listener: Listener, blocks: int) -> Iterator[No
             # If weights were changed, it stays: it keeps another run from starting with them.
             if not listener.pruned_rows:
                 journal.remove()
-        elif journal.is_writer:
+        else:  # `rank_zero_logging` lets process 0 alone log it
             shards = len(journal.manifest.shards)
             log.warning(
                 "%s kept in %s. Start the same run again: it goes on there.",

@@ -25,7 +25,7 @@ from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM, ExactValues
 from mrp_lightning.loop.distributed import require_whole_models
 from mrp_lightning.loop.progress import BatchLog
-from mrp_lightning.models.checkpoint import text_config
+from mrp_lightning.models.classes import reads_text_alone
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.settings import Settings
@@ -129,14 +129,8 @@ class Trainer(pl.Trainer):
                 require_whole_models(self, type(callback).__name__)
             if dataloaders is None and datamodule is None:
                 self._require_data(model)
-            return super().predict(
-                model,  # type: ignore[arg-type]
-                dataloaders,
-                datamodule,
-                return_predictions,
-                ckpt_path,
-                weights_only,
-            )
+            options = (return_predictions, ckpt_path, weights_only)
+            return super().predict(model, dataloaders, datamodule, *options)  # type: ignore[arg-type]
 
     def _require_data(self, model: nn.Module | None) -> None:
         """Raise a `DataError` if a callback prunes and the module has no `predict_dataloader`."""
@@ -152,10 +146,10 @@ class Trainer(pl.Trainer):
 
     def _explained_memory(self) -> AbstractContextManager[None]:
         """Return a context that explains out-of-memory errors if a callback is to prune."""
-        offloads = [callback.settings.offload for callback in _to_prune(self)]
-        if not offloads:
+        if not (to_prune := _to_prune(self)):
             return nullcontext()
-        return explained_out_of_memory(self.strategy.root_device, offload=any(offloads))
+        is_offloaded = any(callback.settings.offload for callback in to_prune)
+        return explained_out_of_memory(self.strategy.root_device, offload=is_offloaded)
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
@@ -181,10 +175,8 @@ def require_accelerator(accelerator: Any) -> None:
     """Raise an OptionError for a name of no accelerator of this machine; other objects pass."""
     accelerators = {n: AcceleratorRegistry[n]["accelerator"] for n in AcceleratorRegistry}
     available = {name for name, kind in accelerators.items() if kind.is_available()}
-    names = {"auto", *available}
-    # Not in the registry, since it stands for whichever of the two there is.
-    if available & {"cuda", "mps"}:  # Lightning's `gpu`
-        names.add("gpu")
+    # Lightning's `gpu` is not in the registry, since it stands for whichever of the two there is.
+    names = {"auto", *available, *(["gpu"] if available & {"cuda", "mps"} else [])}
     if isinstance(accelerator, str) and accelerator not in names:
         raise OptionError(
             f"expected auto or one that this machine has ({', '.join(sorted(available))}). Got "
@@ -233,7 +225,6 @@ class Pruning(Protocol):
 
     def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return tensors that a run in progress keeps in its journal; see `Run.kept`."""
-        ...
 
 
 def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:
@@ -289,7 +280,7 @@ def as_lightning_module(model: Any) -> nn.Module:
     if isinstance(uncompiled(model), pl.LightningModule):
         return model
     # Before the general case, which every PreTrainedModel fits: a CausalLM also has perplexities.
-    if isinstance(model, PreTrainedModel) and _reads_text_alone(model):
+    if isinstance(model, PreTrainedModel) and model.can_generate() and reads_text_alone(model):
         return CausalLM(model)
     if isinstance(model, nn.Module):
         return ModuleRunner(model)
@@ -297,13 +288,6 @@ def as_lightning_module(model: Any) -> nn.Module:
         "`model` must be a LightningModule, a module, or the path or hub id of a language model; "
         f"got {type(model).__name__}."
     )
-
-
-def _reads_text_alone(model: PreTrainedModel) -> bool:
-    """Return whether a model generates text, and reads token ids alone: no images, no encoder."""
-    # Models of several kinds of input nest the configuration of their text model in their own.
-    is_decoder = model.can_generate() and not model.config.is_encoder_decoder
-    return is_decoder and text_config(model.config) is model.config
 
 
 class ModuleRunner(ExactValues):
@@ -318,19 +302,16 @@ class ModuleRunner(ExactValues):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.tokenizer: Any = None
-        self._options: dict[str, Any] = {}
-        if getattr(model, "can_generate", bool)():
-            # Nothing is generated: cached keys and values would only take memory.
-            self._options = {"use_cache": False}
-            source = getattr(model, "name_or_path", None)
-            self.tokenizer = find_tokenizer(source) if source else None
+        generates = getattr(model, "can_generate", bool)()
+        source = getattr(model, "name_or_path", None) if generates else None
+        self.tokenizer: Any = find_tokenizer(source) if source else None
+        # Nothing is generated: cached keys and values would only take memory.
+        self._options: dict[str, Any] = {"use_cache": False} if generates else {}
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Return the output of the module for one batch."""
-        if isinstance(batch, Tensor):
-            return self.model(batch, **self._options)
-        if isinstance(batch, list | tuple):
-            return self.model(batch[0], **self._options)
+        if isinstance(batch, Tensor | list | tuple):
+            ids = batch if isinstance(batch, Tensor) else batch[0]
+            return self.model(ids, **self._options)
         # The batch goes last, so that its own `use_cache` wins.
         return self.model(**{**self._options, **batch})

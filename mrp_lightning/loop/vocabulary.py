@@ -61,7 +61,7 @@ def cut_vocabulary(
         )
     if save_dir is not None:
         check_save_dir(save_dir, module, overwrite=overwrite)
-    weights = _num_weights(module)
+    weights = module.model.num_parameters()
     whole, cut = module.tokenizer, keep_words(module.model, module.tokenizer, size, documents)
     module.tokenizer = cut.tokenizer
     before, after = (Vocabulary.of(tokenizer) for tokenizer in (whole, cut.tokenizer))
@@ -73,7 +73,7 @@ def cut_vocabulary(
         "words": cut.words,
         "kept": size,
         "rows": cut.rows,
-        "model_weights": [weights, _num_weights(module)],
+        "model_weights": [weights, module.model.num_parameters()],
         "proof": dict(cut.proof),
         "tokens": {
             "the text": [cut.tokens, after.counts(documents).total()],
@@ -100,7 +100,3 @@ def save_cut(module: CausalLM, directory: str | PathLike[str], *, overwrite: boo
     )
     PrunedModule(module, report, {}, None).save(directory, overwrite=overwrite)
     return report
-
-
-def _num_weights(module: CausalLM) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,7 +1,6 @@
 """Load what `CausalLM` is given, a name, a configuration or a model, as a model and a tokenizer."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,23 +25,6 @@ from mrp_lightning.models.streaming import FindBlocks, StreamedBlocks, load_stre
 from mrp_lightning.upstream.torch_names import uncompiled
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A causal language model of transformers with its tokenizer.
-
-    Attributes:
-        streamed: The blocks that stay in files, `None` for a model in memory.
-        source: The location of the model's files, else its configuration as plain values.
-        tokenizer_source: The location of another tokenizer than the model's own, if it has one.
-    """
-
-    model: Any
-    tokenizer: Any
-    streamed: StreamedBlocks | None
-    source: str | dict[str, Any]
-    tokenizer_source: str | None
-
-
 def load_causal(
     model: Any,
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
@@ -53,11 +35,15 @@ def load_causal(
     attn_implementation: str | None,
     streaming: bool,
     **hub: Any,
-) -> Loaded:
+) -> tuple[Any, Any, StreamedBlocks | None, str | dict[str, Any], str | None]:
     """Load a causal language model and its tokenizer.
 
     Arguments and errors are those of `CausalLM`; `find_blocks` returns the blocks of a model that
     is streamed, by name.
+
+    Returns:
+        The model; the tokenizer; the blocks that stay in files, if they do; the location of the
+        model's files, else its configuration; and the location of another tokenizer than its own.
     """
     location, streamed = None, None
     if isinstance(model, str | os.PathLike):
@@ -96,7 +82,7 @@ def load_causal(
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = tokenizer.name_or_path
     name = os.fspath(tokenizer) if tokenizer else None
-    return Loaded(loaded, read, streamed, location or loaded.config.to_dict(), name)
+    return loaded, read, streamed, location or loaded.config.to_dict(), name
 
 
 def _check_loaded(model: Any, revision: str | None) -> None:

@@ -40,10 +40,8 @@ def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(source).expanduser()
     if path.exists():
         return {"pretrained_model_name_or_path": str(path.absolute())}
-    return {
-        "pretrained_model_name_or_path": str(source),
-        "local_files_only": why_no_hub() is not None,
-    }
+    away = why_no_hub() is not None
+    return {"pretrained_model_name_or_path": str(source), "local_files_only": away}
 
 
 def why_not_found(source: str | os.PathLike[str], error: OSError) -> str:

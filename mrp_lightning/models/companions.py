@@ -60,8 +60,7 @@ class Companions:
         if lost:
             log.warning(
                 "%s holds links to files elsewhere, which are not copied: %s. Copy them yourself.",
-                self.directory,
-                ", ".join(lost),
+                *(self.directory, ", ".join(lost)),
             )
 
 

@@ -200,14 +200,14 @@ def surplus_blocks(
             surplus.setdefault(blocks, set()).add(index)
     if not surplus:
         return None
-    listed = [
+    listed = "; ".join(
         f"{made[blocks]} of `{blocks}`, and the files hold {len(indices)} more"
         for blocks, indices in sorted(surplus.items())
-    ]
+    )
     return (
-        f"the checkpoint {source} is of a larger model than its configuration makes: "
-        f"{'; '.join(listed)}. The rest would be left out. Correct the configuration (such as "
-        "`num_hidden_layers`), or fetch the files again."
+        f"the checkpoint {source} is of a larger model than its configuration makes: {listed}. The "
+        "rest would be left out. Correct the configuration (such as `num_hidden_layers`), or fetch "
+        "the files again."
     )
 
 
@@ -306,21 +306,15 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
 
 def damaged_files(directory: Path) -> dict[str, str]:
     """Return why weight files in a directory cannot be read, by name; of safetensors, headers."""
-    reasons = {}
-    for file in sorted((*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"))):
-        reason = _why_no_safetensors(file) if file.suffix == ".safetensors" else why_no_pickle(file)
-        if reason is not None:
-            reasons[file.name] = reason
-    return reasons
-
-
-def _why_no_safetensors(file: Path) -> str | None:
-    try:
-        with safe_open(file, framework="pt"):
-            return None
-    except SafetensorError as error:
-        size = file.stat().st_size
-        return f"its {size:,} bytes are no whole safetensors file ({error})"
+    reasons = {file.name: why_no_pickle(file) for file in directory.glob("pytorch_model*.bin")}
+    for file in directory.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            size = file.stat().st_size
+            reasons[file.name] = f"its {size:,} bytes are no whole safetensors file ({error})"
+    return {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
 
 
 @contextmanager

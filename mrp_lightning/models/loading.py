@@ -273,9 +273,8 @@ def wider_dtypes(
     `as_published`, weights that are wider in the source's files, if these still exist.
     """
     dtypes: dict[str, torch.dtype] = {}
-    # 1. The weights that transformers keeps wide: loaded from a narrow file they would be widened
-    #    again, with lost digits.
-    # 2. The weights that are wider in the source. These go last, so that the files decide.
+    # Weights that transformers keeps wide would be widened again from a narrow file, with lost
+    # digits. Those that are wider in the source go last, so that the files decide.
     if kept := dtypes_kept(model, dtype):
         pattern, groups, _ = build_glob_alternation(list(kept))
         for name in model.state_dict():
@@ -372,8 +371,7 @@ def _stored(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for file in weight_files(directory) if directory else ():
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (no mapping)
-                    yield name, opened.get_tensor(name)
+                yield from ((name, opened.get_tensor(name)) for name in [*opened.keys()])
         elif is_zipfile(file):  # older pickles cannot be memory-mapped
             content = read_pickle(file)
             yield from ((name, x) for name, x in content.items() if isinstance(x, Tensor))
@@ -434,8 +432,9 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
         raise _nothing_at(source, "There is no such directory.")
     try:
         # Always passed, since transformers would otherwise ask on the terminal.
-        trust = {"trust_remote_code": False}
-        return AutoTokenizer.from_pretrained(**found_at(source), **trust | hub)
+        return AutoTokenizer.from_pretrained(
+            **found_at(source), **{"trust_remote_code": False} | hub
+        )
     except OSError as error:
         raise _nothing_at(source, why_not_found(source, error)) from None
     except Exception as error:  # of any type: tokenizers do not check their files

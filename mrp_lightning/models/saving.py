@@ -79,9 +79,9 @@ def save_pretrained(
         try:
             tokenizer.save_pretrained(directory)
         except Exception as error:
-            if type(error) is Exception:  # the type that tokenizers raises for all disk errors
-                raise OSError(f"the tokenizer cannot be written: {error}") from error
-            raise
+            if type(error) is not Exception:  # the type that tokenizers raises for all disk errors
+                raise
+            raise OSError(f"the tokenizer cannot be written: {error}") from error
     if card is not None:
         (Path(directory) / "README.md").write_text(card, encoding="utf-8")
 
@@ -132,7 +132,10 @@ def _save_blocks(
         # A shard is byte for byte the final file unless its dtype or its shapes change. A link to
         # it takes neither time nor disk space.
         if shard is not None and not is_cast and narrowing is None:
-            _link(shard, file)
+            try:
+                os.link(shard, file)
+            except OSError:
+                shutil.copyfile(shard, file)
             continue
         with (
             streamed.pinned(block := streamed.blocks[name]),
@@ -147,13 +150,6 @@ def _save_blocks(
             save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
     _write_index(directory / _INDEX, files)
     return {name: file.name for name, file in file_of.items()}
-
-
-def _link(shard: Path, file: Path) -> None:
-    try:
-        os.link(shard, file)
-    except OSError:
-        shutil.copyfile(shard, file)
 
 
 def _write_index(path: Path, files: list[Path]) -> None:
@@ -181,9 +177,8 @@ def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> No
         stored: dict[str, Tensor] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (no mapping)
-                    shape = opened.get_slice(name).get_shape()
-                    stored[name] = torch.empty(shape, device="meta")
+                shapes = {name: opened.get_slice(name).get_shape() for name in [*opened.keys()]}
+            stored |= {name: torch.empty(x, device="meta") for name, x in shapes.items()}
         on_meta = replace(loading, device_map={"": "meta"})
         return convert_and_load_state_dict_in_model(built, stored, on_meta)
 
@@ -217,13 +212,12 @@ def check_class(model: PreTrainedModel) -> None:
     absent = expected.keys() - shapes.keys()
     for name in absent - {*required(type(model), absent)}:
         del expected[name]
-    wrong = [
-        f"{name} {tuple(x.shape)}, which the model "
-        + (f"holds as {tuple(shapes[name])}" if name in shapes else "has not")
+    kinds = {name: f"holds as {tuple(shape)}" for name, shape in shapes.items()}
+    if wrong := [
+        f"{name} {tuple(x.shape)}, which the model {kinds.get(name, 'has not')}"
         for name, x in expected.items()
         if shapes.get(name) != x.shape
-    ]
-    if wrong:
+    ]:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise SaveError(
             f"The pruned model could not be saved so that it loads again: by its `config`, a "

@@ -1,11 +1,11 @@
 """Models that are larger than memory: blocks stay in files, and are read while they run."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,19 +32,6 @@ _REST = ""
 """The key, in place of a block's name, of the weights that are in no block."""
 
 
-class _Narrowing(Protocol):
-    """Makes blocks smaller as they are saved, and the model once all of them are."""
-
-    def configured(self) -> AbstractContextManager[None]:
-        """Write the new sizes into the configuration; undo that if the context fails."""
-
-    def saved(self, name: str) -> AbstractContextManager[None]:
-        """Make a pinned block smaller in this context."""
-
-    def settle(self) -> None:
-        """Make all blocks smaller for good; none is pinned."""
-
-
 class StreamedBlocks(MovedBlocks):
     """The blocks of a model, each of which is read from files when it runs, and dropped after it.
 
@@ -60,7 +47,8 @@ class StreamedBlocks(MovedBlocks):
 
     Attributes:
         shards: Files that hold one block each, by the block's name.
-        narrowing: Makes blocks narrower when they are saved; `None` if they stay whole.
+        narrowing: The `StreamedNarrowing` that makes blocks narrower when they are saved; `None` if
+            they stay whole.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
@@ -75,7 +63,7 @@ class StreamedBlocks(MovedBlocks):
     ) -> None:
         super().__init__(blocks.values())
         self.blocks, self.shards = dict(blocks), dict[str, Path]()
-        self.narrowing: _Narrowing | None = None
+        self.narrowing: Any = None
         self._model, self._loading = model, loading
         self._names = {module: name for name, module in blocks.items()}
         if not blocks:

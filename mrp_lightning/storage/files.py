@@ -141,11 +141,6 @@ def check_output_file(
         )
 
 
-def start_manifest(directory: Path) -> None:
-    """Mark an empty directory as written by this package."""
-    _write(directory, {})
-
-
 def write_manifest(directory: Path) -> None:
     """Enter all files in and below a directory as written by this package."""
     files = [file for file in directory.rglob("*") if file.is_file() and file.name != MANIFEST]
@@ -176,10 +171,9 @@ def not_ours(directory: Path) -> list[str]:
     others = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path in manifests and path.is_file() and not path.is_symlink():
+        is_ours = path in manifests or _PARTIAL.fullmatch(path.name)  # of a process that was killed
+        if is_ours and path.is_file() and not path.is_symlink():
             continue
-        if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-            continue  # of a process that was killed
         if path not in listed:
             is_tree = path.is_dir() and not path.is_symlink()
             if not (is_tree and any(path.iterdir())):

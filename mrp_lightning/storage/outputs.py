@@ -22,18 +22,16 @@ from mrp_lightning.storage.files import (
     naming,
     not_ours,
     output_path,
-    start_manifest,
     write_manifest,
 )
 
 log = logging.getLogger(__name__)
 
-_STAGING, _OLD = ".staging", ".old"
+_Path = str | os.PathLike[str]
+_LOCK, _STAGING, _OLD = ".lock", ".staging", ".old"
 
 
-def _check_replaceable(
-    path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]
-) -> None:
+def _check_replaceable(path: Path, argument: str, sources: Iterable[_Path]) -> None:
     """Raise for a file, a mount point, or a directory that holds a source or where the user is."""
     _require_directory(path, argument)
     path = path.resolve()
@@ -85,8 +83,7 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
 def _probe(above: Path, path: Path, argument: str) -> None:
     """Raise unless a file without a name can be made in the directory `above` a path."""
     try:
-        # Permission bits do not show read-only mounts, quotas or access lists; only an attempt
-        # does.
+        # Only an attempt shows read-only mounts, quotas and access lists.
         tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
         raise PermissionError(
@@ -140,11 +137,11 @@ def _check_room(path: Path, argument: str, num_bytes: int) -> None:
 
 
 def check_output_dir(
-    path: str | os.PathLike[str],
+    path: _Path,
     *,
     overwrite: bool = False,
     argument: str = "save_dir",
-    sources: Iterable[str | os.PathLike[str]] = (),
+    sources: Iterable[_Path] = (),
     num_bytes: int = 0,
 ) -> None:
     """Check, before any work, that an output directory can be written without loss of data.
@@ -169,7 +166,7 @@ def check_output_dir(
     path = output_path(path)
     _check_replaceable(path, argument, sources)
     path = path.resolve()
-    if os.path.lexists(_lock_file(path)) or _set_aside(path):
+    if os.path.lexists(hidden_sibling(path, _LOCK)) or _set_aside(path):
         try:
             with _held(path, argument, timeout=0):
                 _restore(path)  # before the check of the content, which it may change
@@ -184,11 +181,11 @@ def check_output_dir(
 
 @contextmanager
 def save_directory(
-    path: str | os.PathLike[str],
+    path: _Path,
     *,
     overwrite: bool = False,
     argument: str = "save_dir",
-    sources: Iterable[str | os.PathLike[str]] = (),
+    sources: Iterable[_Path] = (),
 ) -> Iterator[Path]:
     """Yield an empty directory that becomes `path` when the context ends without an error.
 
@@ -250,20 +247,16 @@ def _staged(path: Path) -> Iterator[Path]:
     _remove_abandoned(path)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
     try:
-        start_manifest(staging)
+        write_manifest(staging)  # marks it as ours
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _lock_file(path: Path) -> Path:
-    return hidden_sibling(path, ".lock")
-
-
 @contextmanager
 def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
     """Lock an output path; wait `timeout` seconds for another process, without end if negative."""
-    file = _lock_file(path)
+    file = hidden_sibling(path, _LOCK)
     lock = FileLock(file)
     try:
         try:
@@ -290,8 +283,7 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove the incomplete directories of killed processes; the lock must be held."""
-    # The lock is held, so a staging directory of this path belongs to no living process: it can be
-    # deleted.
+    # The lock is held, so a staging directory of this path belongs to no living process.
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
         # A process that was killed before it marked the directory left an empty one.
         is_marked = (staging / MANIFEST).is_file() or not not_ours(staging)

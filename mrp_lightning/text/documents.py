@@ -152,11 +152,8 @@ def _text_of_row(
 
 
 def _is_conversation(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and "role" in message for message in value)
-    )
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(isinstance(m, dict) and "role" in m for m in messages)
 
 
 def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:

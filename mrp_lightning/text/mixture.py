@@ -45,8 +45,7 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
             f"{calibration!r}.",
             "calibration",
         )
-    shares: Mapping[str, Any]
-    shares = {calibration: 1.0} if isinstance(calibration, str) else calibration
+    shares: Mapping[str, Any] = {calibration: 1.0} if isinstance(calibration, str) else calibration
     mistakes = [
         f"the share of {name} must be a number from 0 to 1; got {share!r}"
         for name, share in shares.items()
@@ -112,8 +111,7 @@ def exclusive_keys(calibration: object) -> list[list[Keys]]:
     # 1. Text to evaluate on has one origin.
     # 2. So has text to calibrate on. A key that the mixture itself names is a part of it, not a
     #    rival, and is left out of both rules.
-    rules: list[list[Keys]]
-    rules = [[files, ("dataset",), ("evaluation",)], [("train_files",), ("calibration",)]]
+    rules = [[files, ("dataset",), ("evaluation",)], [files[:1], ("calibration",)]]
     return [[tuple(key for key in keys if key not in named) for keys in rule] for rule in rules]
 
 
@@ -156,11 +154,9 @@ class WindowSource(Protocol):
     @property
     def name(self) -> str:
         """The name of the source in reports."""
-        ...
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
         """Draw at most `count` windows (windows, length), int64; shorter ones of a short text."""
-        ...
 
 
 @dataclass(frozen=True)

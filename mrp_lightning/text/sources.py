@@ -339,10 +339,6 @@ class PublishedText(TextSource):
         """Return the local copies in `directory`; none of a text from the hub."""
         return [] if self.directory is None else find_files([self], split)
 
-    def files(self, split: Split) -> tuple[str, ...]:
-        """Return the files of a split, by their paths in the repository."""
-        return self.train if split == "train" else self.test
-
     def path_of(self, file: str) -> Path:
         """Return the local path of a file, downloaded if need be; an `OSError` if there is none."""
         # A given directory is complete or an error: the hub is not asked for the rest, so that one
@@ -369,7 +365,7 @@ def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
     reasons: list[OSError] = []
     # All files are tried before the first error, so that one message has every command.
     for text in texts:
-        for file in text.files(split):
+        for file in text.train if split == "train" else text.test:
             try:
                 paths.append(text.path_of(file))
             except OSError as error:
@@ -383,10 +379,8 @@ def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
             command += ["--local-dir", str(text.directory / text.repository)]
     names = ", ".join(text.name for text in commands)
     download = " && ".join(map(shlex.join, commands.values()))
-    if text.directory is not None:
-        problem = f"`corpora_dir`: {text.directory} lacks files of {names}. Download them: "
-        problem += download
-    else:
+    problem = f"`corpora_dir`: {text.directory} lacks files of {names}. Download them: {download}"
+    if text.directory is None:
         problem = (
             f"The hub did not give the files of {names}. Download them where there is a network: "
             f"{download}. Copies elsewhere (`--local-dir DIR/OWNER/NAME`) are found with "

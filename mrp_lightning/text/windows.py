@@ -232,8 +232,7 @@ def segments_across_documents(
                 break
         else:
             raise _too_short(name, size, draws.length)
-        # Any start at which the segment fits into the parts read, the last one included: size −
-        # length + 1 of them.
+        # Any start at which the segment fits into the parts read: size − length + 1 of them.
         start = draw.randrange(size - draws.length + 1)
         # A copy, since a view would keep all parts in memory.
         windows.append(torch.cat(parts)[start : start + draws.length].clone())
@@ -358,8 +357,7 @@ class Cutter:
         windows have a prefix. Of a long text only the beginning is tokenized, if `limit` allows it.
         """
         if isinstance(text, str):
-            # Without a limit the part is at least as long as the text, and `_beginning` reads the
-            # whole.
+            # Without a limit the part is no shorter than the text: `_beginning` reads it whole.
             num_tokens = (limit or len(text)) * (self.length - len(self.prefix))
             tokens = self._beginning(text, num_tokens)
         else:
