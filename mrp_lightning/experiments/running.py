@@ -1,9 +1,13 @@
 """Execute the runs of a sweep as the command line would, and resume interrupted ones."""
 
 import gc
+import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jsonargparse import Namespace
@@ -17,7 +21,6 @@ from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.commands.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
-from mrp_lightning.experiments.inputs import changes, digests
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import scores_of
 from mrp_lightning.experiments.sweep import Sweep
@@ -26,14 +29,19 @@ from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.journal.manifest import differences
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
+from mrp_lightning.models.checkpoint import directory_of, weight_files
+from mrp_lightning.models.gguf import located
+from mrp_lightning.models.locations import find_gguf
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, read, record
 from mrp_lightning.records.report import NAME as REPORT
-from mrp_lightning.storage.files import output_path
+from mrp_lightning.storage.files import output_path, sha256_of
 from mrp_lightning.storage.outputs import check_content, require_writable
 from mrp_lightning.terminal import Console
 
 _BAR = "trainer.enable_progress_bar"
+_BESIDE_WEIGHTS = ("config.json", "*token*", "vocab*", "merges.txt", "*.model", "*.py")
+"""Files that decide what a model computes, or its tokens. Cards and results may change."""
 
 
 class RunConfiguration(PruningCLI):
@@ -258,7 +266,9 @@ def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
     # Other options name other files, which would be a second message on one cause.
     if difference or not recorded:
         return difference
-    return changes(recorded, digests(configuration.config, prunes=trial.method is not None))
+    present = digests(configuration.config, prunes=trial.method is not None)
+    changed = [name for name, digest in recorded.items() if present.get(name, digest) != digest]
+    return f"other files of {' and '.join(changed)}" if changed else ""
 
 
 def _check_pruning(sweep: Sweep) -> None:
@@ -331,3 +341,61 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, value in values.items():
         yield from _flat(value, f"{key}.{name}" if key else name)
+
+
+def digests(config: Any, *, prunes: bool) -> dict[str, str]:
+    """Return a SHA-256 by input (`the model`, `the tokenizer`, `the evaluation text`, …) of a run.
+
+    Inputs without files on this machine are left out: texts of the hub, whose revision is fixed, a
+    text that the model writes, and files that do not exist (any more).
+
+    Args:
+        config: The configuration of the run, as `RunConfiguration.config`.
+        prunes: Whether the run reads calibration text.
+    """
+
+    def texts(stage: str) -> list[Path]:
+        return TextDataModule(**config.data.as_dict()).local_files(stage)
+
+    inputs: dict[str, Callable[[], Iterable[Path]]] = {
+        "the model": lambda: _model_files(config.model),
+        "the evaluation text": lambda: texts("test"),
+    }
+    if prunes:
+        inputs["the calibration text"] = lambda: texts("predict")
+    if config.data.tokenizer is not None:
+        inputs["the tokenizer"] = lambda: _beside_weights(Path(config.data.tokenizer).expanduser())
+    by_name = {}
+    for name, files in inputs.items():
+        with suppress(FileNotFoundError, DataError, FormatError, OptionError):
+            if checksums := [_checksum(file) for file in files()]:
+                by_name[name] = hashlib.sha256("\n".join(checksums).encode()).hexdigest()
+    return by_name
+
+
+def _model_files(options: Any) -> list[Path]:
+    """Return the files of a model and of its tokenizer, on this machine or in the hub's cache.
+
+    Args:
+        options: The options `model`, `gguf_file` and `revision` of a `CausalLM`.
+    """
+    source = located(options.model, options.gguf_file, options.revision)
+    if (file := find_gguf(source)) is not None:
+        return [file]
+    directory = directory_of(source, options.revision)
+    return [] if directory is None else [*weight_files(directory), *_beside_weights(directory)]
+
+
+def _beside_weights(directory: Path) -> list[Path]:
+    files = {file for pattern in _BESIDE_WEIGHTS for file in directory.glob(pattern)}
+    return sorted(file for file in files if file.is_file())
+
+
+def _checksum(file: Path) -> str:
+    status = file.stat()
+    return _checksum_of(file, status.st_size, status.st_mtime_ns)
+
+
+@cache  # size and time of change are a part of the key: a file that was replaced is read again
+def _checksum_of(file: Path, size: int, changed: int) -> str:  # noqa: ARG001
+    return sha256_of(file)

@@ -32,7 +32,7 @@ class FinishedTrial:
     run: Trial
     machine: str
     config: dict[str, Any]  # by dotted key, defaults included
-    inputs: dict[str, str]  # digests of the files that the run read; see `inputs.digests`
+    inputs: dict[str, str]  # digests of the files that the run read; see `running.digests`
 
     def save(self, directory: Path) -> None:
         """Write `run.json` into a directory."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from callbacks import MRPCallback, SaveModel
 from mrp_lightning.commands.lightning_cli import PruningCLI, _LightningParser
+from mrp_lightning.commands.prune import _RECIPES
 from mrp_lightning.loop.causal_lm import CausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -18,13 +19,6 @@ MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 PATTERNS = sorted((CONFIGS / "patterns").glob("*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
 TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
-RECIPES = {
-    "paper": {"method": "SM"},
-    "joint": {"method": "JM"},
-    "best": {"method": "JM", "target": "dense", "tuning": True},
-    "best_4bit": {"method": "JM", "target": "dense", "tuning": True, "bits": 4},
-}
-"""What docs/methods.md says that each of `configs/recipes/` is in Python."""
 
 
 def cli(*args: str | Path) -> PruningCLI:
@@ -34,7 +28,7 @@ def cli(*args: str | Path) -> PruningCLI:
 def test_every_file_is_covered_here():
     elsewhere = {"paper", "sweeps", "zeroshot"}  # tests/{experiments,zeroshot} read them
     found = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in elsewhere]
-    recipes = [CONFIGS / "recipes" / f"{name}.yaml" for name in RECIPES]
+    recipes = [CONFIGS / "recipes" / f"{name}.yaml" for name in _RECIPES]
     assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN, *recipes]) == sorted(found)
     assert {path.stem for path in MODELS} >= {"opt-125m", "llama-2-7b", "bloom-560m", "mamba-130m"}
     assert all([PATTERNS, DATA])
@@ -58,14 +52,14 @@ def test_a_model_and_a_pattern_make_a_run(model, pattern, tiny_llama, tmp_path):
     assert made.trainer.limit_test_batches == 1.0, "all windows, no more and no fewer"
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_the_callback_that_the_docs_show(name, tiny_llama):
+@pytest.mark.parametrize("name", _RECIPES)
+def test_a_recipe_is_that_of_prune(name, tiny_llama):
     made = cli(
         *("--config", CONFIGS / "recipes" / f"{name}.yaml", "--model.model", tiny_llama),
         "--trainer.callbacks.init_args.pattern=2:4",
     )
     (pruning,) = [c for c in made.trainer.callbacks if isinstance(c, MRPCallback)]
-    assert pruning.state_key == MRPCallback(pattern="2:4", **RECIPES[name]).state_key
+    assert pruning.state_key == MRPCallback(pattern="2:4", **_RECIPES[name]).state_key
     assert f"{name}.yaml" in (ROOT / "docs" / "methods.md").read_text()
 
 

@@ -158,42 +158,42 @@ def test_the_names_that_are_known_without_torch_are_those_of_the_classes(command
 
 
 _WITHOUT = """
-import sys
-for name in sys.argv[1].split(","):
-    sys.modules[name] = None
+import json, sys
 from mrp_lightning.commands.main import main
-try:
-    main(sys.argv[2:])
-finally:
-    assert sys.modules.get("torch") is None
+for packages, args, _ in json.loads(sys.argv[1]):
+    sys.modules.update(dict.fromkeys(packages))
+    try:
+        main(args)
+    except SystemExit as end:
+        assert end.code == 2, args
+    assert "torch" not in sys.modules, args
+    for name in packages:
+        del sys.modules[name]
 """
+_MISSING = [
+    (["gguf"], [*_PRUNE, "--gguf=out.gguf"], "gguf"),
+    (["accelerate"], ["prune", "model.gguf", "--sparsity=0.5"], "gguf"),
+    (["gguf", "accelerate"], ["layers", "model.gguf"], "gguf"),
+    (["gguf"], ["gguf", "run"], "gguf"),
+    (["datasets"], [*_PRUNE, "--text=table.csv"], "data"),
+    (["torchao"], [*_PRUNE, "--format=torchao"], "torchao"),
+    (["torchao"], ["export", "run", "--format=torchao"], "torchao"),
+    (["lm_eval"], ["zeroshot", "--model", str(STDLIB_LLAMA)], "zeroshot"),
+    (["matplotlib"], ["report", "run"], "report"),
+]
+"""Packages that are missing, a command that needs them, and the extra that has them."""
 
 
-@pytest.mark.parametrize(
-    ("packages", "args", "extra"),
-    [
-        ("gguf", [*_PRUNE, "--gguf=out.gguf"], "gguf"),
-        ("accelerate", ["prune", "model.gguf", "--sparsity=0.5"], "gguf"),
-        ("gguf,accelerate", ["layers", "model.gguf"], "gguf"),
-        ("gguf", ["gguf", "run"], "gguf"),
-        ("datasets", [*_PRUNE, "--text=table.csv"], "data"),
-        ("torchao", [*_PRUNE, "--format=torchao"], "torchao"),
-        ("torchao", ["export", "run", "--format=torchao"], "torchao"),
-        ("lm_eval", ["zeroshot", "--model", str(STDLIB_LLAMA)], "zeroshot"),
-        ("matplotlib", ["report", "run"], "report"),
-    ],
-)
-def test_a_missing_package_is_found_before_work_with_the_command_that_installs_it(
-    packages, args, extra, tmp_path
-):
+def test_a_missing_package_is_found_before_work_with_the_command_that_installs_it(tmp_path):
     (tmp_path / "run").mkdir()
     for name in ("model.gguf", "table.csv"):
         (tmp_path / name).write_text("text")
-    command = [sys.executable, "-c", _WITHOUT, packages, *args]
+    command = [sys.executable, "-c", _WITHOUT, json.dumps(_MISSING)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert ended.returncode == 2, ended.stderr
-    assert f"({packages.replace(',', ', ')}): pip install" in ended.stderr
-    assert f"[{extra}]'" in ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    for line, (packages, _, extra) in zip(ended.stderr.splitlines(), _MISSING, strict=True):
+        assert f"({', '.join(packages)}): pip install" in line
+        assert line.endswith(f"[{extra}]'")
 
 
 def test_the_packages_of_an_extra_are_those_of_the_project():

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm import Piped
 
@@ -24,13 +23,13 @@ from mrp_lightning import CausalLM, TextDataModule
 from mrp_lightning.commands import comparison
 from mrp_lightning.commands.comparison import Conversion, amount, method, why_useless
 from mrp_lightning.commands.main import main
-from mrp_lightning.commands.prune import _RECIPES, _next_steps, _parser, _settings
+from mrp_lightning.commands.prune import _next_steps, _parser, _settings
+from mrp_lightning.commands.subject import Subject
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop import pruned_module
 from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.terminal import Console
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]
 
 
@@ -49,15 +48,6 @@ def perplexity(directory: Path, text: str, windows: int) -> float:
         with torch.no_grad():
             losses.append(model(window, labels=labels).loss.item())
     return float(torch.tensor(losses).mean().exp())
-
-
-def test_a_name_that_rich_would_read_is_shown_as_it_is(tiny_llama, text, capsys):
-    out, windows = "résultat [x] b[/r] :x: %d", ["--eval-samples=1", *SMALL]
-    main(["prune", str(tiny_llama), "--bits=8", f"--text={text}", f"--out={out}", *windows])
-    shown = capsys.readouterr().out
-    assert f"The pruned model is in {out};" in shown
-    (report,) = re.findall(r"mrp-lightning report (.*)", shown)
-    assert (Path(*shlex.split(report)) / "pruning_report.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -90,18 +80,15 @@ def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, 
     assert message in capsys.readouterr().err
 
 
-def test_a_failed_conversion_loses_nothing_and_is_named(tiny_llama, text, capsys, monkeypatch):
+def test_a_failed_conversion_is_named(capsys, monkeypatch):
     def fail(_):
         raise OptionError("no such type")
 
     monkeypatch.setattr(comparison, "command_named", lambda name: fail)
-    with pytest.raises(SystemExit):
-        asked = ["--pattern=2:4", f"--text={text}", "--out=out", "--gguf=out.gguf"]
-        main(["prune", str(tiny_llama), *asked, *SMALL])
-    shown = capsys.readouterr()
-    assert re.search("saved. What failed is: mrp-lightning gguf .*out --out out.gguf", shown.out)
-    assert "no such type" in shown.err
-    assert (Path("out") / "model.safetensors").is_file()
+    with pytest.raises(OptionError, match="no such type"):
+        Conversion("gguf", Path("out.gguf"), ["--overwrite"]).convert(Path("o [x]"), Console())
+    expected = "The model is saved. What failed is: mrp-lightning gguf 'o [x]' --out out.gguf"
+    assert capsys.readouterr().out == f"{expected} --overwrite\n"
 
 
 def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, capsys):
@@ -186,14 +173,6 @@ def test_help_has_a_text_on_each_setting():
     assert texts["damping"].endswith("is added to the diagonal (default: 0.01)")
 
 
-def test_recipes_are_those_of_the_files():
-    files = {path.stem: path for path in (CONFIGS / "recipes").glob("*.yaml")}
-    assert files.keys() == _RECIPES.keys()
-    for name, path in files.items():
-        (callback,) = yaml.safe_load(path.read_text())["trainer"]["callbacks"]
-        assert callback["init_args"] == _RECIPES[name]
-
-
 def test_of_many_documents_whole_ones_are_held_out(tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40)))
@@ -219,17 +198,13 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     assert report["provenance"]["data"]["source"] == "the model's own text"
 
 
-@pytest.mark.usefixtures("short_library")
-def test_a_small_model_writes_no_more_than_its_widest_layer_needs(
-    tiny_llama, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    options = ["--sparsity=0.5", "--eval-samples=1", "--accelerator=cpu", "--method=magnitude"]
-    main(["prune", str(tiny_llama), "--sequence-length=64", *options])
-    assert "calibrated on 32 windows of text" in " ".join(capsys.readouterr().out.split())
-    report = json.loads((Path(f"{tiny_llama.name}-50") / "pruning_report.json").read_text())
-    widest = max(layer["shape"][1] for layer in report["layers"])
-    assert widest == 64  # 32 windows of 64 tokens: 32 tokens a column
+def test_a_small_model_writes_no_more_than_its_widest_layer_needs(tiny_llama):
+    source = {"model": str(tiny_llama), "dtype": None, "gguf_file": None, "revision": None}
+    text = {"train_files": None, "sequence_length": 64}
+    subject = Subject({**source, "trust_remote_code": False}, text, 1, "cpu")
+    plan = subject.plan(Settings(method="magnitude", sparsity=0.5))
+    assert max(layer.columns for layers in plan.layers.values() for layer in layers) == 64
+    assert subject.num_samples == subject.data.num_samples == 32  # 32 tokens a column
 
 
 def test_what_a_pattern_does_not_divide_is_told_by_the_options(tiny_llama, text, capsys):
@@ -329,17 +304,22 @@ def test_a_short_text_is_used_and_said_to_be_short(tiny_llama, text, capsys):
     assert "Evaluated on 1 window of" in capsys.readouterr().out
 
 
-def test_windows_do_not_depend_on_the_size_of_batches(tiny_llama, text):
+def test_windows_do_not_depend_on_the_size_of_batches(tiny_llama, text, capsys):
+    """The second directory has a name that rich would read as styles and an emoji."""
     asked = ["--pattern=2:4", "--method=magnitude", f"--text={text}", "--num-samples=2"]
     asked += ["--sequence-length=16", "--eval-samples=5", "--accelerator=cpu"]
-    scores = []
-    for size in ("1", "3"):
-        main(["prune", str(tiny_llama), *asked, f"--batch-size={size}", f"--out={size}"])
-        content = json.loads(Path(size, "evaluation.json").read_text())
+    scores, outs = [], ("out", "résultat [x] b[/r] :x: %d")
+    for out, size in zip(outs, (1, 3), strict=True):
+        main(["prune", str(tiny_llama), *asked, f"--batch-size={size}", f"--out={out}"])
+        content = json.loads(Path(out, "evaluation.json").read_text())
         scores += [*content["dense"].values(), *content["perplexity"].values()]
     assert {score["windows"] for score in scores} == {5}
     dense = [score["perplexity"] for score in scores[::2]]
     assert dense == pytest.approx([dense[0]] * 2, rel=1e-5)
+    shown = capsys.readouterr().out
+    assert f"The pruned model is in {outs[1]};" in shown
+    _, report = re.findall(r"mrp-lightning report (.*)", shown)
+    assert shlex.split(report) == [outs[1]]
 
 
 def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatch):
