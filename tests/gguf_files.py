@@ -5,6 +5,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from gguf.quants import dequantize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -51,6 +52,16 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "model.layers": "blk",
 }
+
+
+def tensors_of(file: Path) -> dict[str, gguf.ReaderTensor]:
+    """The tensors of a file, as it holds them."""
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+
+def values_of(tensor: gguf.ReaderTensor) -> Tensor:
+    """The numbers that a tensor of a file stands for, float32."""
+    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:

@@ -39,10 +39,12 @@ def keep_two_of_four(weight: Tensor) -> Tensor:
     return weight.masked_fill(SemiStructured(2, 4).select(weight.abs(), 0), 0.0)
 
 
-def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+def refusal(
+    args: list[Any], capsys: pytest.CaptureFixture[str], status: int = 2, command: Any = main
+) -> str:
     """Run an export that must be refused; return what it writes to standard error."""
     with pytest.raises(SystemExit) as ended:
-        main(args)
+        command([str(arg) for arg in args])
     assert ended.value.code == status
     return capsys.readouterr().err
 

@@ -45,7 +45,7 @@ def test_a_checkpoint_of_no_pattern_becomes_bitmasks(form, exports, tmp_path, ca
     assert stored.keys() - {NOTE} == dense.keys()
     main([str(llama), "--format", form.option, "--check-only"])
     assert f"14 {form.option} layers" in capsys.readouterr().out
-    assert "already packed" in refusal([str(packed)], capsys)
+    assert "already packed" in refusal([packed], capsys)
 
 
 def test_a_value_that_a_disk_changed_is_seen_where_asked_for(exports, tmp_path):
@@ -65,7 +65,7 @@ def test_a_value_that_a_disk_changed_is_seen_where_asked_for(exports, tmp_path):
 
 def test_what_would_get_no_smaller_is_refused_with_the_reason(llama, capsys):
     thin_out(llama, 0.02)
-    shown = refusal([str(llama)], capsys)
+    shown = refusal([llama], capsys)
     assert "has too few zeros in 10 of 14 layers" in shown
     assert "it would get no smaller: 9" in shown
     tensors = load_file(llama / "model.safetensors")
@@ -130,7 +130,7 @@ def test_what_few_bits_cannot_be_packed_is_said(coded, capsys):
     write_report(coded, {DOWN: (32, 64)}, bits=4, group_size=30)
     tensors[f"{DOWN}.weight"].fill_(0.5)
     save_file(tensors, coded / "model.safetensors", {"format": "pt"})
-    shown = refusal([str(coded)], capsys)
+    shown = refusal([coded], capsys)
     assert "grid of 4 bits in groups of 30; what is packed" in shown
     assert "export.to_gguf" in shown
 
@@ -140,7 +140,7 @@ def test_a_weight_off_the_grid_is_named(coded, capsys):
     row = tensors[f"{DOWN}.weight"][3]
     row[row.nonzero()[0]] *= 1.0078125  # by one unit in the last place of bfloat16, or two
     save_file(tensors, coded / "model.safetensors", {"format": "pt"})
-    shown = refusal([str(coded)], capsys)
+    shown = refusal([coded], capsys)
     assert "is not of four bits in 1 of 14 layers. Write `--format bitmask`" in shown
     assert f"{DOWN}: not of four bits: Row 3, columns 0 to 63" in shown
     main([str(coded), "--allow-partial", "--overwrite"])

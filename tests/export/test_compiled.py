@@ -11,6 +11,9 @@ import warm
 from torch import Tensor
 
 from mrp_sparse.formats import bitmask, bitmask4, eight_bit, sparse24
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.kernels import library
 
 from .conftest import keep_two_of_four, onto_grid
@@ -66,54 +69,37 @@ def assert_exact(found: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) 
     assert bool(((found.double() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
-def test_any_pattern_of_any_width(kept, dtype, way):
-    for number, columns in enumerate(COLUMNS):
-        tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
-        weight = random(rows, columns, seed=number)
-        weight = torch.where(random(rows, columns).abs().argsort(1) < kept * columns, weight, 0.0)
-        weight[rows // 2] = 0.0
-        weight = weight.to(dtype)
-        values, bits = bitmask.pack(weight)
-        offsets = bitmask.row_offsets(bits)
-        x = random(tokens, columns, seed=1).to(dtype)
-        bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, bias, way)
-        assert_exact(found, weight, x, bias)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_nibbles_are_read_as_bits(dtype, way):
-    for number, columns in enumerate((8, 16, 32, 40, 64, 72, 128, 136, 512, 1000)):
-        tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
-        weight = keep_two_of_four(random(rows, columns)).to(dtype)
-        weight[rows // 2, : columns // 2] = 0.0
-        values, meta = sparse24.pack(weight)
-        x = random(tokens, columns, seed=1).to(dtype)
-        bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, way)
-        assert_exact(found, weight, x, bias)
-
-
-def of_four_bits(rows: int, columns: int, kept: float, seed: int = 0) -> Tensor:
+def pruned(rows: int, columns: int, kept: float, seed: int = 0) -> Tensor:
+    """A weight of which a part of each row is kept, and nothing of one row."""
     weight = random(rows, columns, seed=seed)
     weight = torch.where(random(rows, columns).abs().argsort(1) < kept * columns, weight, 0.0)
     weight[rows // 2] = 0.0
-    return onto_grid(weight)
+    return weight
+
+
+def of_four_bits(rows: int, columns: int, kept: float, seed: int = 0) -> Tensor:
+    return onto_grid(pruned(rows, columns, kept, seed))
+
+
+CASES = [(form, kept) for form in (BITMASK, BITMASK4) for kept in (0.0, 0.1, 0.5, 1.0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
-def test_four_bits_of_any_pattern_and_width(kept, dtype, way):
+@pytest.mark.parametrize(("form", "kept"), [(SPARSE24, 1.0), *CASES])
+def test_any_pattern_of_any_width(form, kept, dtype, way):
     for number, columns in enumerate(COLUMNS):
         tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
-        weight = of_four_bits(rows, columns, kept, number).to(dtype)
-        packed = bitmask4.pack(weight)
-        offsets = bitmask4.row_offsets(packed[1])
+        columns += -columns % 8 if form is SPARSE24 else 0
+        weight = pruned(rows, columns, kept, number)
+        weight = {SPARSE24: keep_two_of_four, BITMASK4: onto_grid}.get(form, torch.clone)(weight)
+        weight = weight.to(dtype)
+        packed = form.pack(weight)
+        if form is not SPARSE24:
+            packed = (*packed, form.row_offsets(packed[1]))
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(x, *packed, offsets, bias, False, way)
+        options = (bias, False, way) if form is BITMASK4 else (bias, way)
+        found = getattr(torch.ops.mrp_lightning_cpu, form.operator)(x, *packed, *options)
         assert_exact(found, weight, x, bias)
 
 

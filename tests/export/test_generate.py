@@ -10,6 +10,8 @@ from export import continuation
 from export.generate import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 
+from .conftest import refusal
+
 PROMPT = "import os\n\ndef "
 
 
@@ -38,10 +40,7 @@ def test_a_packed_model_is_compared_with_its_source(exports, tmp_path, capsys):
 
 def test_mistakes_are_one_line(llama, tmp_path, capsys):
     def refused(*args: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main([*args, "--device", "cpu", "--eager"])
-        assert ended.value.code == 2
-        return capsys.readouterr().err
+        return refusal([*args, "--device", "cpu", "--eager"], capsys, command=main)
 
     for number in ("0", "-1", "many"):
         shown = refused(str(llama), "--prompt", "a", "--max-new-tokens", number)
@@ -54,10 +53,9 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
 
 
 def test_what_is_beyond_the_positions_is_refused(llama, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([str(llama), "--prompt", PROMPT, "--max-new-tokens", "128", "--device", "cpu"])
-    assert ended.value.code == 2
-    (length,) = re.findall(r"`--prompt` has (\d+) tokens", shown := capsys.readouterr().err)
+    args = [llama, "--prompt", PROMPT, "--max-new-tokens", "128", "--device", "cpu"]
+    shown = refusal(args, capsys, command=main)
+    (length,) = re.findall(r"`--prompt` has (\d+) tokens", shown)
     assert (
         f"128 positions, beyond which it writes nothing of sense. Give at most {128 - int(length)}"
         in shown

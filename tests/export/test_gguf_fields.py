@@ -11,6 +11,8 @@ pytest.importorskip("gguf", reason="needs the extra `gguf`")
 from export.gguf.families import FAMILIES
 from export.to_gguf import main
 
+from .conftest import refusal
+
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 LOCAL = {"rope_type": "default", "rope_theta": 5e3}
@@ -129,10 +131,8 @@ def test_all_problems_are_listed_before_weights_are_read(tmp_path, capsys):
     changes = {"hidden_act": "relu", "auto_map": {"AutoModel": "own.Own"}}
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path / "model"), "--out", str(tmp_path / "out.gguf")])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+    args = [tmp_path / "model", "--out", tmp_path / "out.gguf"]
+    error = refusal(args, capsys, command=main)
     assert "llama.cpp would compute another function" in error
     assert "`hidden_act` is 'relu'" in error
     assert "`auto_map` gives code of the checkpoint for AutoModel" in error

@@ -1,9 +1,9 @@
 """A GGUF file is compared with the files of the checkpoint, whatever the configuration says."""
 
+import functools
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from quiet import QUIET
@@ -14,7 +14,7 @@ pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 
 import gguf
-from gguf.quants import dequantize
+from gguf_files import tensors_of, values_of
 
 from callbacks import MRPCallback
 from export.gguf import file as gguf_file
@@ -22,6 +22,7 @@ from export.gguf.types import Encoded, encode
 from export.to_gguf import main
 from mrp_lightning import CausalLM, Trainer
 
+from . import conftest
 from .conftest import change
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -33,17 +34,10 @@ def configure(directory, **values):
 
 
 def tensors_in(file):
-    return {
-        tensor.name: torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        for tensor in gguf.GGUFReader(file).tensors
-    }
+    return {name: values_of(tensor) for name, tensor in tensors_of(file).items()}
 
 
-def refusal(args, capsys, status=2):
-    with pytest.raises(SystemExit) as ended:
-        main([str(arg) for arg in args])
-    assert ended.value.code == status
-    return capsys.readouterr().err
+refusal = functools.partial(conftest.refusal, command=main)
 
 
 @pytest.fixture
@@ -88,7 +82,7 @@ def test_also_after_a_pruning_that_puts_it_on_a_grid(other_head, tmp_path):
     loader = torch.utils.data.DataLoader(windows, batch_size=4)
     trainer.predict(CausalLM(other_head), loader, callbacks=[callback])
     main([str(tmp_path / "run")])
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
+    stored = tensors_of(tmp_path / "run.gguf")
     assert stored["output.weight"].tensor_type.name == "Q8_0"
     source = load_file(tmp_path / "run" / "model.safetensors")
     values = tensors_in(tmp_path / "run.gguf")
@@ -220,7 +214,7 @@ def convert(directory):
     out = directory.with_name("out.gguf")
     like = directory.with_name("like.gguf")
     main([str(directory), "--like", str(like), "--type", "f32", "--out", str(out)])
-    return {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    return tensors_of(out)
 
 
 def test_each_tensor_of_the_files_is_in_the_file(gpt2, capsys):

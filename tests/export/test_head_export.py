@@ -198,10 +198,10 @@ def test_a_head_that_is_packed_twice_is_refused(packed):
 
 def test_what_has_no_such_form_is_refused(source, pruned, capsys, tmp_path):
     bits = ["--head-bits", "8"]
-    shown = refusal([str(source), "--format", "dense", *bits], capsys)
+    shown = refusal([source, "--format", "dense", *bits], capsys)
     assert "not for `--format dense`" in shown
     odd = pruned(hidden_size=24, intermediate_size=64, num_attention_heads=3, num_key_value_heads=3)
-    shown = refusal([str(odd), "--out", str(tmp_path / "odd"), *bits], capsys)
+    shown = refusal([odd, "--out", str(tmp_path / "odd"), *bits], capsys)
     assert "a multiple of 16, got 24" in shown
     assert not (tmp_path / "odd").exists()
 
@@ -210,7 +210,7 @@ def test_a_head_that_differs_from_the_table_that_it_is_tied_to_is_refused(llama,
     file = llama / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": -tensors[TABLE]}, file, {"format": "pt"})
-    shown = refusal([str(llama), "--head-bits", "8"], capsys)
+    shown = refusal([llama, "--head-bits", "8"], capsys)
     assert f"holds a lm_head.weight that differs from its {TABLE}" in shown
     assert "`tie_word_embeddings`" in shown
 

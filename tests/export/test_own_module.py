@@ -144,7 +144,7 @@ def test_layers_of_the_report_must_be_2_of_4(pruned, capsys):
     tensors = load_file(directory / "model.safetensors")
     tensors["blocks.0.up.weight"][0, :4] = 1.0
     save_file(tensors, directory / "model.safetensors")
-    shown = refusal([str(directory), "--format", "packed", "--overwrite"], capsys)
+    shown = refusal([directory, "--format", "packed", "--overwrite"], capsys)
     assert "says, in 1 of 8 layers" in shown
     out = directory.with_name("skipped")
     main([str(directory), "--format", "packed", "--skip", "blocks.0", "--out", str(out)])

@@ -26,20 +26,28 @@ CPU = torch.device("cpu")
 PARAMETERS = {"llama2-7b": 6.74e9, "llama3-8b": 8.03e9, "opt-6.7b": 6.66e9}
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    small = {
-        "model_type": "llama",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    monkeypatch.setitem(SHAPES, "tiny", small)
+KINDS = {
+    "llama": {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4},
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """The families of the published shapes, small."""
+    common = {"model_type": request.param, "vocab_size": 64, "hidden_size": 32}
+    small = common | {"num_hidden_layers": 2, "max_position_embeddings": 64}
+    monkeypatch.setitem(SHAPES, request.param, small | KINDS[request.param])
     torch.manual_seed(0)
-    return random_model("tiny", torch.float32, CPU)
+    return request.param
+
+
+of_llama = pytest.mark.parametrize("kind", ["llama"], indirect=True)
+
+
+@pytest.fixture
+def tiny(kind):
+    return random_model(kind, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("shape", PARAMETERS)
@@ -54,15 +62,13 @@ def test_shapes_have_as_many_parameters_as_their_models(shape):
     assert count == pytest.approx(PARAMETERS[shape], rel=0.002)
 
 
-def test_random_models_are_2_of_4_but_for_the_head(tiny):
+@of_llama
+def test_a_packed_copy_of_a_random_model_computes_the_same_and_shares_the_rest(tiny):
     layers = prunable(tiny)
     assert len(layers) == 14
     assert all(broken_groups(layer.weight) == 0 for layer in layers.values())
     assert broken_groups(tiny.lm_head.weight) > 0
-
-
-def test_a_packed_copy_computes_the_same_and_shares_the_rest(tiny):
-    sparse = packed_copy(tiny, prunable(tiny))
+    sparse = packed_copy(tiny, layers)
     ids = torch.randint(64, (2, 9))
     assert sum(isinstance(m, Sparse24Linear) for m in sparse.modules()) == 14
     with torch.no_grad():
@@ -82,7 +88,6 @@ def test_memory_counts_each_storage_once_in_all_layouts():
 
 
 def test_steps_decode_what_generate_does_and_can_be_taken_again(kind):
-    torch.manual_seed(0)
     model = random_model(kind, torch.float32, CPU)
     prompt = torch.randint(4, 64, (1, 6))
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -97,21 +102,6 @@ def test_steps_decode_what_generate_does_and_can_be_taken_again(kind):
                 found.append(int(decoder.token))
             assert found == expected.tolist()
             decoder.rewind()
-
-
-KINDS = {
-    "llama": {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4},
-}
-
-
-@pytest.fixture(params=KINDS)
-def kind(request, monkeypatch):
-    """The families of the published shapes, small."""
-    common = {"model_type": request.param, "vocab_size": 64, "hidden_size": 32}
-    small = common | {"num_hidden_layers": 2, "max_position_embeddings": 64}
-    monkeypatch.setitem(SHAPES, request.param, small | KINDS[request.param])
-    return request.param
 
 
 class NothingReadBack(TorchDispatchMode):
@@ -146,7 +136,6 @@ def test_prefill_and_decode_can_be_captured(kind, monkeypatch):
 
 @torch.no_grad()
 def test_prefill_without_a_mask_gives_the_same_logits(kind, monkeypatch):
-    torch.manual_seed(0)
     model = random_model(kind, torch.float32, CPU)
     prompt = torch.randint(64, (2, 16))
     expected = model(prompt).logits[:, -1:]
@@ -301,16 +290,18 @@ def test_an_export_whose_speed_cannot_be_measured_is_kept(llama, monkeypatch, tm
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@of_llama
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_without_cuda_shapes_and_layouts_are_refused(tiny):
     with pytest.raises(OptionError, match="this machine has none"):
         shapes.main(["--shape", "llama2-7b"])
-    (layer, *_) = packed_copy(tiny, prunable(tiny)).modules()
-    layer = next(m for m in layer.modules() if isinstance(m, Sparse24Linear))
+    packed = packed_copy(tiny, prunable(tiny)).modules()
+    layer = next(m for m in packed if isinstance(m, Sparse24Linear))
     assert "runs on CUDA devices" in layer.bfloat16().compress()
     assert layer.compressed is None
 
 
+@of_llama
 def test_a_layer_is_compressed_from_its_dense_weight(tiny, monkeypatch):
     monkeypatch.setattr(packed_linear, "why_not_compressed", lambda *_: None)
     monkeypatch.setattr(packed_linear, "compress_cusparselt", lambda weight: weight.clone())

@@ -18,12 +18,14 @@ pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 
 import gguf
 from gguf.quants import dequantize
-from gguf_files import save_small, write
+from gguf_files import save_small, tensors_of, values_of, write
 
 from export.gguf.types import encode
 from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.records.grid_file import NAME
 from mrp_lightning.solver.grid import GRIDS, GridParameters
+
+from .conftest import refusal
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,9 @@ def test_zeros_stay_zeros_in_every_type(kind, off, source, pruned, tmp_path):
     out = tmp_path / "other.gguf"
     main([str(run), "--like", str(source), "--type", kind, "--out", str(out)])
     state = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32).state_dict()
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    stored = tensors_of(out)
     for ours, name in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
-        tensor = stored[f"blk.0.{name}.weight"]
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        values = values_of(stored[f"blk.0.{name}.weight"])
         weight = state[f"model.layers.0.{ours}.weight"]
         assert (weight == 0).float().mean() == 0.5
         assert not values[weight == 0].any()
@@ -137,10 +138,7 @@ def test_what_does_not_fit_is_refused(source, dense, pruned, tmp_path, capsys):
         ([str(run), *like, "--out", str(tmp_path / "x")], "ends in .gguf"),
         ([str(tmp_path / "none"), *like], "`RUN`: there is no directory"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(args)
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(args, capsys, command=main)
     assert there.read_text() == "mine"
     assert not list(tmp_path.glob("*bf16.gguf"))
 
@@ -158,7 +156,7 @@ def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, pruned, tmp
     main([str(run), "--like", str(source)])
     assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
     file = tmp_path / "run.gguf"
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    stored = tensors_of(file)
     assert stored["blk.0.ffn_down.weight"].tensor_type.name == kind
     ours = AutoModelForCausalLM.from_pretrained(run)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=ours.dtype)
@@ -169,7 +167,7 @@ def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, pruned, tmp
 def test_export_makes_the_file_of_a_head_on_a_grid_of_llama_cpp(dense, pruned, tmp_path):
     run = pruned(dense, head_grid="iq4_nl")
     export([str(run)])
-    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
+    stored = tensors_of(tmp_path / "run.gguf")
     assert stored["token_embd.weight"].tensor_type.name == "IQ4_NL"
 
 
@@ -179,11 +177,10 @@ def test_export_makes_the_file_of_a_run_on_a_grid_of_llama_cpp(source, pruned, t
     shown = capsys.readouterr().out
     assert "on llama.cpp's grid q5_0" in shown
     assert "holds the weights of the checkpoint to the bit" in shown
-    stored = {t.name: t for t in gguf.GGUFReader(tmp_path / "run.gguf").tensors}
+    stored = tensors_of(tmp_path / "run.gguf")
     assert stored["blk.0.ffn_down.weight"].tensor_type.name == "Q5_0"
-    with pytest.raises(SystemExit):  # an option that the file has not
-        export([str(run), "--skip", "lm_head"])
-    assert "whose file `mrp-lightning gguf` writes" in capsys.readouterr().err
+    error = refusal([run, "--skip", "lm_head"], capsys)  # an option that the file has not
+    assert "whose file `mrp-lightning gguf` writes" in error
     export([str(run), "--format", "packed"])
     assert (tmp_path / "run-sparse24" / "config.json").is_file()
 
@@ -196,14 +193,11 @@ def test_rounding_is_reported_and_embeddings_may_have_another_type(
     main([*arguments, "--type", "q4_0", "--embedding-type", "bf16"])
     printed = capsys.readouterr().out
     assert "14 of them were rounded, by up to" in printed
-    stored = {
-        t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "run-q4_0.gguf").tensors
-    }
-    assert stored["token_embd.weight"] == "BF16"
+    stored = tensors_of(tmp_path / "run-q4_0.gguf")
+    assert stored["token_embd.weight"].tensor_type.name == "BF16"
     plain = pruned(source, "plain", pattern="2:4")
-    with pytest.raises(SystemExit):
-        main([str(plain), "--like", str(source), "--type", "iq4_nl"])
-    assert "Prune with `grid: iq4_nl`" in capsys.readouterr().err
+    error = refusal([plain, "--like", source, "--type", "iq4_nl"], capsys, command=main)
+    assert "Prune with `grid: iq4_nl`" in error
 
 
 @pytest.mark.parametrize(
@@ -222,11 +216,11 @@ def test_a_head_on_a_grid_is_exact_in_its_type(
     run = pruned(dense, **options)
     out = tmp_path / "run.gguf"
     main([str(run), "--out", str(out), *(["--type", kind] if kind else [])])
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    stored = tensors_of(out)
     assert stored["blk.0.ffn_down.weight"].tensor_type.name == of_blocks
     head = stored["token_embd.weight"]
     assert head.tensor_type.name == of_head
-    values = torch.from_numpy(dequantize(head.data, head.tensor_type).copy())
+    values = values_of(head)
     weight = AutoModelForCausalLM.from_pretrained(run).lm_head.weight
     assert torch.equal(values.to(weight.dtype), weight) == (kind != "bf16")
     assert "output.weight" not in stored  # tied
@@ -239,8 +233,9 @@ def test_of_a_free_head_only_the_head_is_on_the_grid(tmp_path):
     for kind, of_embeddings in (("auto", "BF16"), ("q4_0", "Q8_0")):
         out = tmp_path / f"{kind}.gguf"
         main([str(run), "--out", str(out), "--type", kind])
-        types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
-        assert (types["output.weight"], types["token_embd.weight"]) == ("IQ4_NL", of_embeddings)
+        stored = tensors_of(out)
+        assert stored["output.weight"].tensor_type.name == "IQ4_NL"
+        assert stored["token_embd.weight"].tensor_type.name == of_embeddings
 
 
 def test_a_file_that_is_cut_short_is_no_success(source, pruned, tmp_path, monkeypatch, capsys):
@@ -267,10 +262,8 @@ def test_a_damaged_source_is_refused_by_name(part, source, runs, tmp_path, capsy
     damaged = tmp_path / "damaged.gguf"
     content = source.read_bytes()
     damaged.write_bytes(content[: int(part * len(content))])
-    with pytest.raises(SystemExit) as ended:
-        main([str(runs(source, pattern="2:4")), "--like", str(damaged)])
-    assert ended.value.code == 2
-    assert f"`--like`: {damaged} is damaged" in capsys.readouterr().err
+    error = refusal([runs(source, pattern="2:4"), "--like", damaged], capsys, command=main)
+    assert f"`--like`: {damaged} is damaged" in error
 
 
 @pytest.mark.parametrize("grid", ["iq4_nl", "mxfp4", "q4_0", "q5_0", "q8_0"])
@@ -349,10 +342,7 @@ def test_a_run_with_minima_or_units_is_exact_in_its_type_and_needs_its_file(name
     assert_exact(tmp_path, run, name.upper())
     (run / NAME).unlink()
     for options in (["--overwrite"], ["--type", name]):
-        with pytest.raises(SystemExit) as ended:
-            main([str(run), *options])
-        assert ended.value.code == 2
-        assert f"{run / NAME} is missing" in capsys.readouterr().err
+        assert f"{run / NAME} is missing" in refusal([run, *options], capsys, command=main)
     main([str(run), "--type", "q8_0"])
     assert "were rounded, by up to" in capsys.readouterr().out
 

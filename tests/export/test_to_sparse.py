@@ -104,7 +104,7 @@ def test_dense_format_keeps_zeros_and_makes_them_positive(llama, ids):
 def test_pickles_are_refused_with_the_next_step(llama, capsys, tmp_path):
     torch.save(load_file(llama / "model.safetensors"), llama / "pytorch_model.bin")
     (llama / "model.safetensors").unlink()
-    shown = refusal([str(llama)], capsys)
+    shown = refusal([llama], capsys)
     assert "(pytorch_model.bin), and safetensors" in shown
     assert "`save_pretrained`" in shown
     shown = refusal([str(llama / "pytorch_model.bin")], capsys)
@@ -115,7 +115,7 @@ def test_pickles_are_refused_with_the_next_step(llama, capsys, tmp_path):
 def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
     set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
     set_group(llama, "model.layers.1.self_attn.q_proj", [1.0, 2.0, 3.0, 4.0], group=2)
-    shown = refusal([str(llama), "--format", "packed"], capsys)
+    shown = refusal([llama, "--format", "packed"], capsys)
     assert "not 2:4 in 2 of 14 layers" in shown
     assert "model.layers.0.mlp.up_proj: not 2:4: 1 of 512 groups" in shown
     assert "model.layers.1.self_attn.q_proj" in shown
@@ -137,7 +137,7 @@ def test_many_offending_layers_are_counted_by_kind(llama, capsys):
             tensor[0, :4] = 1.0
     tensors["model.layers.1.mlp.up_proj.weight"][:3, :4] = 1.0
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    first, *kinds = refusal([str(llama), "--format", "packed"], capsys).splitlines()
+    first, *kinds = refusal([llama, "--format", "packed"], capsys).splitlines()
     assert "not 2:4 in 14 of 14 layers" in first
     assert len(kinds) == 7
     (up,) = [line for line in kinds if "up_proj" in line]
@@ -153,7 +153,7 @@ def test_the_pruning_report_says_what_must_be_2_of_4(llama, capsys):
     main([str(llama), "--check-only"])
     assert "it was not to be pruned" in " ".join(capsys.readouterr().out.split())
     write_report(llama, {"model.layers.0.mlp.up_proj": (64, 32)}, sparsity=0.5)
-    assert "not 2:4 in 1 of 1 layers" in refusal([str(llama), "--format", "packed"], capsys)
+    assert "not 2:4 in 1 of 1 layers" in refusal([llama, "--format", "packed"], capsys)
 
 
 def test_columns_that_are_no_multiple_of_8_stay_dense_or_become_bitmasks(pruned, ids, tmp_path):
@@ -184,7 +184,7 @@ def test_one_wrong_nibble_in_the_file_fails_the_gate(packed, capsys):
     low = int(meta[3, 2]) & 15
     meta[3, 2] = (int(meta[3, 2]) & 0xF0) | {4: 8, 8: 4}.get(low, 4)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    shown = refusal([str(llama), "--check-only"], capsys, status=1)
+    shown = refusal([llama, "--check-only"], capsys, status=1)
     assert "model.layers.1.mlp.down_proj.weight" in shown
 
 
@@ -195,7 +195,7 @@ def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
         return values, meta
 
     monkeypatch.setitem(vars(SPARSE24), "pack", wrong)
-    shown = refusal([str(llama)], capsys, status=1)
+    shown = refusal([llama], capsys, status=1)
     assert shown.count("values have other bits") == 14
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
@@ -204,9 +204,9 @@ def test_an_output_that_is_not_empty_is_refused(llama, capsys):
     out = llama.with_name("llama-sparse24")
     out.mkdir()
     (out / "mine.txt").write_text("mine")
-    assert "--out" in refusal([str(llama)], capsys)
+    assert "--out" in refusal([llama], capsys)
     assert (out / "mine.txt").read_text() == "mine"
-    assert "did not write" in refusal([str(llama), "--overwrite"], capsys)
+    assert "did not write" in refusal([llama, "--overwrite"], capsys)
     assert (out / "mine.txt").read_text() == "mine"
 
 
@@ -234,13 +234,13 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
     assert "holds no weights" in refusal([str(tmp_path / "empty")], capsys)
-    assert "nearest names: " in refusal([str(llama), "--skip", "up_porj"], capsys)
+    assert "nearest names: " in refusal([llama, "--skip", "up_porj"], capsys)
     for device in ("meta", "nonsense"):
-        assert "`--device" in refusal([str(llama), "--device", device], capsys)
+        assert "`--device" in refusal([llama, "--device", device], capsys)
     if not torch.cuda.is_available():
-        assert "no CUDA device" in refusal([str(llama), "--device", "cuda"], capsys)
+        assert "no CUDA device" in refusal([llama, "--device", "cuda"], capsys)
     (llama / "model.safetensors").write_bytes(b"damaged")
-    assert "no complete safetensors file" in refusal([str(llama), "--overwrite"], capsys)
+    assert "no complete safetensors file" in refusal([llama, "--overwrite"], capsys)
 
 
 def test_an_adapter_is_no_model(tmp_path, capsys):
@@ -257,7 +257,7 @@ def test_values_that_are_not_finite_are_refused_and_named(llama, capsys):
     tensors["model.norm.weight"][3] = torch.nan  # in no layer that is packed
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
     for options in ([], ["--check-only"], ["--format", "dense"]):
-        shown = refusal([str(llama), *options], capsys)
+        shown = refusal([llama, *options], capsys)
         assert "NaN or Inf in 2 tensors. The checkpoint is damaged" in shown
         assert "model.layers.1.mlp.up_proj.weight: 2\n  model.norm.weight: 1\n" in shown
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
@@ -266,7 +266,7 @@ def test_values_that_are_not_finite_are_refused_and_named(llama, capsys):
 def test_fewer_blocks_than_the_files_hold_are_refused(llama, capsys):
     config = json.loads((llama / "config.json").read_text()) | {"num_hidden_layers": 1}
     (llama / "config.json").write_text(json.dumps(config))
-    shown = refusal([str(llama), "--check-only"], capsys)
+    shown = refusal([llama, "--check-only"], capsys)
     assert "1 of `model.layers`, and the files hold 1 more" in shown
 
 
@@ -275,16 +275,16 @@ def test_a_stale_index_is_not_read_where_transformers_would_not_read_it(llama, c
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     main([str(llama), "--check-only"])
     (llama / "model.safetensors").unlink()
-    shown = refusal([str(llama), "--check-only"], capsys)
+    shown = refusal([llama, "--check-only"], capsys)
     assert "names files that are not there: model-00001-of-00002.safetensors" in shown
     index.write_text(json.dumps({"weight_map": {}}))
-    assert "names no files" in refusal([str(llama), "--check-only"], capsys)
+    assert "names no files" in refusal([llama, "--check-only"], capsys)
 
 
 def test_models_that_transformers_does_not_know_are_refused(llama, capsys):
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
-    shown = refusal([str(llama)], capsys)
+    shown = refusal([llama], capsys)
     assert "does not know this configuration (`model_type` 'unheard_of')" in shown
 
 

@@ -87,7 +87,7 @@ def test_what_is_wrong_is_told(torchao, pruned, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it is written")
 def test_without_cuda_it_is_refused_with_the_next_step(llama, capsys):
-    shown = refusal([str(llama), "--format", "torchao"], capsys)
+    shown = refusal([llama, "--format", "torchao"], capsys)
     assert "are for CUDA devices, and this is 'cpu'" in shown
     assert "`--format packed`" in shown
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
