@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import mrp_lightning as _mrp_lightning  # noqa: F401  (first: it silences torchao's import)
-from mrp_ground.import_hook import import_after as _import_after
+from mrp_ground.upstream import import_after as _import_after
 
 if TYPE_CHECKING:
     from export.loading import load

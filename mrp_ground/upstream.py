@@ -1,16 +1,26 @@
-"""Names that transformers keeps to itself, without importing it."""
+"""Private names of transformers, and the import of plug-ins right after one of its modules.
 
-from typing import Any
+transformers has no discovery of plug-ins, and importing it takes seconds. Its quantizer plug-ins
+are therefore imported by a finder on `sys.meta_path`, after transformers' own table of quantizers.
+"""
 
-from torch import nn
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether the module is the `Conv1D` of GPT-2, by name: transformers is not imported."""
-    return any(
-        (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-        for kind in type(module).__mro__
-    )
+def is_conv1d(module: "nn.Module") -> bool:
+    """Return whether the module is the `Conv1D` of GPT-2, by the name of its class."""
+    name = ("transformers.pytorch_utils", "Conv1D")
+    return any((kind.__module__, kind.__name__) == name for kind in type(module).__mro__)
 
 
 def attention_of(config: Any) -> str | None:
@@ -21,3 +31,63 @@ def attention_of(config: Any) -> str | None:
     """
     name: str | None = config._attn_implementation
     return name
+
+
+def import_after(module: str, follower: str) -> None:
+    """Import `follower` now if `module` has been imported, else right after `module` is.
+
+    A second call with the same names does nothing. `follower` may import the executed `module`.
+    """
+    if module in sys.modules:
+        import_module(follower)
+    elif _Watch(module, follower) not in sys.meta_path:
+        # In front, since no finder is asked after the first one that knows the module.
+        sys.meta_path.insert(0, _Watch(module, follower))
+
+
+@dataclass(frozen=True)
+class _Watch(MetaPathFinder):
+    """Finder that imports `follower` right after `module`."""
+
+    module: str
+    follower: str
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return the specification of the watched module, and `None` for any other."""
+        if fullname != self.module:
+            return None
+        # Only later finders are asked: an earlier watch of the same module asks this one.
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in later)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenFollower(spec.loader, self)
+        return spec
+
+
+class _ThenFollower(Loader):
+    """Loader that runs a module's own loader, then imports the module's follower."""
+
+    def __init__(self, loader: Loader, watch: _Watch) -> None:
+        self.loader, self.watch = loader, watch
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module by its own loader."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module by its own loader, then import its follower."""
+        # 1. The module's own loader is restored, so that a reload does not come here.
+        # 2. The follower comes after the module, which it imports and which has to be complete.
+        # 3. The watch goes only after the success of both: a failed import leaves it for the next
+        #    one, which would else succeed without the follower.
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        import_module(self.watch.follower)
+        sys.meta_path.remove(self.watch)

@@ -80,8 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports that a CPU or an accelerator is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
-    # torch has no type of its own for a lack of CPU memory, nor for that of a library of CUDA: only
-    # the text of the error shows it.
+    # Only the text shows a lack of CPU memory, or of a library of CUDA: torch has no type for it.
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
 
 

@@ -40,8 +40,7 @@ class Processes:
         """
         if self.size == 1:
             return own
-        # `all_gather` needs equal shapes, so shares are padded by at most one row, which is cut off
-        # below.
+        # `all_gather` needs equal shapes: shares are padded by at most one row, cut off below.
         largest_share = -(-rows // self.size)
         padded = own.new_zeros(largest_share, *own.shape[1:], device=self.device)
         padded[: len(own)] = own

@@ -6,7 +6,7 @@ also if transformers is imported later. `import export` does the same, and adds 
 
 from typing import TYPE_CHECKING, Any
 
-from mrp_ground.import_hook import import_after
+from mrp_ground.upstream import import_after
 from mrp_sparse.formats.sparse24 import pack, unpack
 from mrp_sparse.kernels import dispatch as _dispatch  # noqa: F401  (registers the operators)
 from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear

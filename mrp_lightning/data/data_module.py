@@ -66,8 +66,7 @@ class TextDataModule(LightningDataModule):
     need. Therefore the tokens that the tokenizer adds at the start of a text are added to each
     window (`bos="window"`), except where a published protocol is followed. They count towards
     `sequence_length`, but neither they nor the first token after them are predicted: a batch for
-    training or evaluation is then a mapping of `input_ids` and `labels`, with −100 for these
-    tokens.
+    training or evaluation is then a mapping of `input_ids` and `labels`, −100 for these tokens.
 
     Args:
         train_files: Text for `predict` and `fit`: UTF-8 text files, a document each; .jsonl files,
@@ -229,15 +228,13 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: Windows are longer than the model can read, or the stage has no text.
                 `OwnText.writer` raises more.
-            FileNotFoundError: Files of published texts are missing. The message gives the commands
-                that download them.
+            FileNotFoundError: Published texts are missing; the message has commands to download.
         """
         module = self.trainer.lightning_module if self.trainer else None
         config = getattr(getattr(module, "model", None), "config", None)
         if isinstance(config, PreTrainedConfig):
             self.fit_to(config)
-        # The sources are examined here, so that a text that is missing is reported before any
-        # window is drawn and any weight changed.
+        # The sources are examined here: a missing text is reported before any weight is changed.
         sources = self._sources(stage)
         for source in sources:
             if isinstance(source, OwnText):
@@ -321,8 +318,7 @@ class TextDataModule(LightningDataModule):
         """
         text = self._text("train")
         windows = self._cutter(text.bos).consecutive("train", text.documents("train"))
-        # A generator of its own: the order depends on `seed` alone, not on random numbers that were
-        # drawn before.
+        # A generator of its own: the order depends on `seed` alone, not on earlier draws.
         order = torch.Generator().manual_seed(self.seed)
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 

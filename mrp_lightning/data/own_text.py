@@ -111,14 +111,12 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
     tokens attend to more tokens.
     """
     pieces, sampling = _pieces(require_writer(model), cutter, seed)
-    # The batch has its full number of windows, and only its length is cut: the time of a token
-    # depends on how many windows share it.
+    # Only the length of the batch is cut: the time of a token depends on how many windows share it.
     at_once = min(windows_at_once(model, sampling.length), count * pieces)
     length = min(sampling.length, max(len(sampling.prefix), 1) + _MEASURED_TOKENS)
     times, short = list[float](), replace(sampling, length=length)
     write(model, short, range(at_once), lambda _: times.append(time.perf_counter()))
-    # The least of the intervals between two tokens: the first holds the set-up, and noise only
-    # adds.
+    # The least interval between two tokens: the first holds the set-up, and noise only adds.
     seconds_a_token = min((b - a for a, b in pairwise(times)), default=0.0)
     seconds = seconds_a_token * sampling.length * -(-count * pieces // at_once)
     return Estimate(seconds, at_once * bytes_a_window(model, sampling.length))
@@ -137,8 +135,7 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
     if (tokenizer := cutter.tokenizer) is not None:
         prefix = Cutter(tokenizer, length).prefix
         special = set(tokenizer.all_special_ids)
-        # An embedding may be padded to a round size: rows beyond the tokenizer's tokens were never
-        # trained.
+        # Rows of an embedding beyond the tokenizer's tokens are padding, and were never trained.
         first = [token for token in first[: len(tokenizer)] if token not in special]
     first_tokens = torch.tensor(first).long()
     return pieces, Sampling(length=length, seed=seed, prefix=prefix, first=first_tokens)

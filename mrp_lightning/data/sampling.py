@@ -49,8 +49,7 @@ class Sampling:
     def uniforms(self, windows: range) -> Tensor:
         """Return random numbers in [0, 1), one for each token (windows, length), float32."""
         # One generator for each window, seeded by (seed, n): window n is the same in any batch,
-        # process or order. The numbers are numpy's, on the CPU, so that they do not depend on the
-        # device.
+        # process or order. numpy's numbers do not depend on the device.
         generators = (np.random.default_rng([self.seed % 2**64, n]) for n in windows)
         numbers = [generator.random(self.length, np.float32) for generator in generators]
         return torch.from_numpy(np.stack(numbers))
@@ -92,8 +91,7 @@ class _InverseTransform(LogitsProcessor):
                 "float32. Otherwise the checkpoint is broken."
             )
         thresholds = self.uniforms[:, length : length + 1].to(cumulative) * total
-        # `right=True` gives the first cumulative probability > u: a token of probability 0 is never
-        # drawn, even for u = 0.
+        # `right=True`: the first cumulative probability > u, so never a token of probability 0.
         drawn = torch.searchsorted(cumulative, thresholds, right=True)
         drawn = drawn.clamp_(max=scores.shape[1] - 1)  # u·total may be rounded up to the total
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
@@ -126,8 +124,7 @@ def write(
         uniforms = sampling.uniforms(windows)
         starts = sampling.starts(uniforms)
         written = _generate(model, starts, uniforms, report)
-        # One window suffices as a rule: a faulty cache concerns all alike. The check costs one
-        # forward.
+        # One window suffices, at the cost of one forward: a faulty cache concerns all alike.
         if not _agrees(model, written[:1], uniforms[:1], starts.shape[1]):
             log.warning(
                 "%s predicts other tokens step by step, with its cache, than all at once. Its text "

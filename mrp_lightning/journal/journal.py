@@ -101,8 +101,7 @@ def _remove(path: Path, lock: FileLock) -> None:
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
         _empty(path)
-        # The lock is held until the end, so that no run starts in a directory that is being
-        # emptied.
+        # The lock is held to the end: no run starts in a directory that is being emptied.
         others = sorted(file.name for file in path.iterdir() if file.name != _LOCK)
         if others:
             log.warning("%s is not ours, and stays in %s.", ", ".join(others), path)
@@ -156,8 +155,7 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> Self:
         """Start the journal of a run, or resume one of the same fingerprint.
 
-        The number of processes must be the same, since sums over other shares of the data are
-        rounded differently.
+        The number of processes must be the same: sums over other shares round differently.
 
         Args:
             save_dir: The directory that the run will write.
@@ -355,8 +353,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             earlier = Manifest.load(self.path)
         except JournalError:
-            # A damaged manifest without blocks costs nothing. With blocks, the user has to decide
-            # about them.
+            # A damaged manifest without blocks costs nothing. About blocks the user decides.
             if any(self.path.glob("block-*.safetensors")):
                 raise
             return self._start_afresh()

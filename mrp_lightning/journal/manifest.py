@@ -128,8 +128,7 @@ class Manifest:
         partial = directory / f"{NAME}.partial"
         partial.unlink(missing_ok=True)  # else a link would be followed
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        # A rename: a reader, or a run after a crash, has the old manifest or the new one, never a
-        # part.
+        # A rename: a reader, or a run after a crash, has the old manifest or the new one.
         move_durably(partial, directory / NAME)
 
     @classmethod
@@ -164,8 +163,7 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
         # Names, types and shapes delimit the bytes: without them, tensors cut at other points would
         # have the same digest.
         sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        # As bytes, since NumPy has no bfloat16, and since equal values such as 0 and −0 differ in
-        # bits.
+        # As bytes: NumPy has no bfloat16, and equal values such as 0 and −0 differ in bits.
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         sha256.update(data.numpy().data)
     return _DIGEST_PREFIX + sha256.hexdigest()
@@ -236,8 +234,7 @@ class _Hashing(pickle.Pickler):
 def digest_of(steps: Sequence[Any]) -> str:
     """Return the digest of the arguments of this process's steps.
 
-    If an object cannot be pickled, the result is a message that differs at every call, so that no
-    other run matches.
+    If an object cannot be pickled, the result is a message that differs at every call.
     """
     hashing = _Hashing()
     try:
@@ -250,8 +247,7 @@ def digest_of(steps: Sequence[Any]) -> str:
 
 def together(digests: Sequence[str]) -> str:
     """Return one digest for the digests of all processes."""
-    # One process with unknown data makes all of it unknown: a digest of the message would hide the
-    # reason.
+    # Unknown data of one process make all of it unknown: a digest would hide the reason.
     unknown = [one for one in digests if one.startswith(_UNKNOWN)]
     if unknown or len(digests) == 1:
         return (unknown or list(digests))[0]

@@ -61,8 +61,7 @@ class Step:
 
     def to(self, device: torch.device) -> "Step":
         """Return the step with copies of its arguments on a device."""
-        # A copy at each run: a step may change its batch, and the next pass over the data needs the
-        # same one.
+        # A copy at each run: a step may change its batch, which the next pass needs as it was.
         return Step(*move_data_to_device(deepcopy((self.args, self.kwargs)), device))
 
 

@@ -80,8 +80,7 @@ class CausalLM(ExactValues):
     The loss is the mean negative log-likelihood of every token but the first of each window, and
     perplexity is its exponential. With the non-overlapping windows of `TextDataModule` this is the
     protocol of SparseGPT and Wanda. Padding and tokens with the label −100 are never predicted or
-    counted. Logits of any precision are turned into probabilities in float32. The batch size
-    affects only rounding.
+    counted. Probabilities are computed in float32. The batch size affects only rounding.
 
     `test` and `validate` log `perplexity` and `loss` of one text. Of several texts, given as a
     dictionary of dataloaders, they log `perplexity/<name>` and `loss/<name>` each.
@@ -240,8 +239,7 @@ class CausalLM(ExactValues):
     def _require_causal(self, batch: Any) -> None:
         """Raise a TargetError if a later token changes earlier logits; tested once for a model."""
         ids, mask = split_batch(batch)
-        # Without padding, so that the last token of the pair is one that a causal model must
-        # ignore.
+        # Without padding, so that a causal model must ignore the last token of the pair.
         window = (ids[0] if mask is None else ids[0][mask[0] != 0])[:_CAUSAL_TOKENS]
         if self._is_causal or len(window) < 2:
             return
@@ -260,8 +258,7 @@ class CausalLM(ExactValues):
                 "gives no likelihood of a token from those before it, and no perplexity. Evaluate "
                 "it by the measure of its own task; `predict` prunes it as it is."
             )
-        # The architecture decides it, so that one batch suffices. A failure is not kept, and raises
-        # again.
+        # One batch suffices: the architecture decides it. A failure is not kept, and raises again.
         self._is_causal = True
 
     def setup(self, stage: str) -> None:

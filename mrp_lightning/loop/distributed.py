@@ -211,8 +211,8 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
     """End this process unless its main thread leaves the context within `_GRACE` seconds."""
-    # The failure of one process usually raises an error in the collective of the others, too, which
-    # explains more.
+    # The failure of one process usually raises an error of the others' collective, which explains
+    # more.
     if left.wait(_GRACE):
         return
     log.error(

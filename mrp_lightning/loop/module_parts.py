@@ -105,11 +105,8 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
     streamed.start_over()
 
 
-def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
+def _check_streamed(streamed: StreamedBlocks, plan: Plan) -> None:
     """Raise a TargetError if a plan has blocks that are not streamed, or outer layers in files."""
-    streamed = streamed_blocks(module)
-    if streamed is None:
-        return
     streamed_modules = set(streamed.blocks.values())
     misplaced = [block.name for block in plan.blocks if block.module not in streamed_modules]
     misplaced += [layer.name for layer in plan.outside if layer.parameter.is_meta]
@@ -144,7 +141,7 @@ def blocks_on_cpu(
 def plan_for(module: LightningModule, settings: Settings) -> Plan:
     """Return the plan of a LightningModule's layers to prune by the settings; see `make_plan`."""
     recipe, (prefix, model) = settings.recipe, checkpoint_root(module)
-    is_streamed, sparsity = streamed_blocks(module) is not None, recipe.pattern.sparsity
+    streamed, sparsity = streamed_blocks(module), recipe.pattern.sparsity
     plan = make_plan(
         module,
         recipe.pattern,
@@ -153,16 +150,17 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
         blocks=settings.blocks,
         skip_indivisible=settings.skip_indivisible,
         prefix=prefix,
-        allow_meta=is_streamed,
+        allow_meta=streamed is not None,
         grid=recipe.grid,
     )
-    check_streamed_plan(module, plan)
+    if streamed is not None:
+        _check_streamed(streamed, plan)
     head = _head(module, plan, recipe.for_head.grid)
     # The blocks stay in the plan, since the head is calibrated by a walk over them.
     if recipe.is_of_head_alone:
         plan = Plan(plan.blocks, {block.name: [] for block in plan.blocks}, outside=[])
     if settings.structure == BLOCKS:
-        if is_streamed:
+        if streamed is not None:
             raise OptionError(
                 "`structure: blocks` runs all blocks many times to choose among them, and "
                 "`streaming` would read each from its file every time. Load the model without "

@@ -65,9 +65,8 @@ class MeanLoss(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # One sum for each window, not a running one: a running float32 sum would depend on the
-        # batches, and lose digits as it grows. Lists of processes are joined, and summed in float64
-        # at the end.
+        # One sum for each window: a running float32 sum would depend on the batches, and lose
+        # digits. Lists of processes are joined, and summed in float64 at the end.
         self.add_state("sums", [], dist_reduce_fx="cat")
         self.add_state("counts", [], dist_reduce_fx="cat")
         self.add_state("context", torch.tensor(0), dist_reduce_fx="max")

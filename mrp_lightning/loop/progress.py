@@ -30,8 +30,7 @@ _LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", 
 class ProgressReporter:
     """Reports the progress of a long task in the trainer's bar, else in the log, and to loggers.
 
-    The time of the task starts with the construction; `first_seconds` is the time until the first
-    line of `log_seldom`.
+    The task starts with the construction, and `log_seldom` logs after `first_seconds` first.
     """
 
     def __init__(self, trainer: Trainer, first_seconds: float = _LINE_SECONDS) -> None:
@@ -65,8 +64,7 @@ class ProgressReporter:
         """Return whether `_BAR_SECONDS` have passed since this method last returned true."""
         now = time.monotonic()
         due = now >= self._next_update
-        # Only a drawn update starts the next interval; else frequent calls would put it off
-        # forever.
+        # Only a drawn update starts the next interval: frequent calls would put it off.
         self._next_update = now + _BAR_SECONDS if due else self._next_update
         return due
 
@@ -223,8 +221,8 @@ class PruningProgress(Listener):
         seconds, self._last_block = now - self._last_block, now
         self._uncounted += (k + 1 - self._done) * resumed
         self._done = k + 1
-        # The clock of the estimate starts after the last restored block: these take a small part of
-        # the time of a pruned one.
+        # The clock of the estimate starts after the last restored block, since these take little
+        # time.
         if self._done == self._uncounted:
             self._pruning_since = now
         block = f"block {self._done}/{self._steps}"

@@ -215,8 +215,7 @@ class Run:
     def kept(self, name: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return tensors that decide the batches, of an interrupted run or computed; collective.
 
-        The journal is opened when the batches are known, and keeps the tensors from then on; see
-        `Journal.kept`.
+        The journal, opened when the batches are known, keeps the tensors; see `Journal.kept`.
         """
         stored = None
         if self._processes.rank == 0 and self._callback.resume and self._journal_path is not None:
@@ -251,8 +250,7 @@ class Run:
             eager(),
             rank_zero_logging(processes),
         ):
-            # The calls are collective: a process that fails in one of them would leave the others
-            # waiting.
+            # The calls are collective: a process that fails would leave the others waiting.
             with fail_together(processes):
                 warn_of_data(self._steps, plan, processes)
                 self._about = self._facts()
@@ -396,8 +394,7 @@ class Run:
             groups = [f"{layers}: {reason}" for layers, reason in alike(reasons)]
             more = f"; … ({len(groups)} kinds in the report)" * (len(groups) > _LISTED)
             rank_zero_info(f"Left dense: {'; '.join(groups[:_LISTED])}{more}.")
-        # A relative loss of 1 is that of outputs of 0, so that from ½ on most of the signal is
-        # gone.
+        # Outputs of 0 have the relative loss 1: from ½ on most of the signal is gone.
         if totals["relative_loss"] > _RUINED:
             log.warning(
                 "Of what these layers computed, most is lost, so that the model is hardly of use. "
@@ -437,8 +434,7 @@ class Run:
     def _narrow(self, structure: Structure) -> dict[str, Any]:
         """Remove units from the model and its configuration, and describe that for the report."""
         config: Any = checkpoint_root(self.module)[1].config
-        # Computed, not counted afterwards: with streaming, units are removed only when the model is
-        # saved.
+        # Computed, not counted: with streaming, units are removed when the model is saved.
         weights = sum(p.numel() for p in self.module.parameters()) - structure.num_weights
         if (streamed := streamed_blocks(self.module)) is not None:
             streamed.narrowing = StreamedNarrowing(structure, config)

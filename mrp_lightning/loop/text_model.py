@@ -22,8 +22,7 @@ from mrp_lightning.models.loading import (
 from mrp_lightning.text.windows import Cutter
 
 _NUMBERS = 2**20
-"""The most outputs of a window that are kept to compare: a masked language model has 30,000 for
-each token."""
+"""The most outputs of a window that are compared: some models have 30,000 for each token."""
 
 
 class TextModel(ExactValues):
@@ -114,8 +113,7 @@ class TextModel(ExactValues):
         """Store outputs in float32 on the CPU, of every n-th token if they exceed `_NUMBERS`."""
         ids, mask = split_batch(batch)
         output = self(ids, mask)
-        # Every n-th token, the same in both tests, since windows are the same and n depends on the
-        # shape alone.
+        # Every n-th token, the same in both tests, since n depends on the shape alone.
         if output.ndim > 2:
             output = output[:, :: -(-output[0].numel() // _NUMBERS)]
         self._outputs.append(output.detach().float().cpu())

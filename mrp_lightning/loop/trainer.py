@@ -50,8 +50,7 @@ class Trainer(pl.Trainer):
             by default on a terminal alone, and else lines are logged.
 
     Raises:
-        TypeError: `callbacks` holds an object that is no `lightning` callback, such as one of
-            `pytorch_lightning`.
+        TypeError: `callbacks` holds another object, such as a callback of `pytorch_lightning`.
         OptionError: `devices` has another type.
     """
 
@@ -98,8 +97,7 @@ class Trainer(pl.Trainer):
         `model` may be a Hugging Face model, too, its path or hub id, or any module, which is called
         with the batch, its first item if it is a list, or its entries if it is a mapping. The
         `callbacks` are for this call only, together with the trainer's own. From a checkpoint only
-        tensors and plain containers are unpickled unless `weights_only` is false, since other
-        objects can run code.
+        tensors and plain containers are unpickled, unless `weights_only` is false.
 
         Returns:
             The results of `predict_step` on the CPU, a list for each of several dataloaders; `None`

@@ -38,8 +38,7 @@ def load_causal(
 ) -> tuple[Any, Any, StreamedBlocks | None, str | dict[str, Any], str | None]:
     """Load a causal language model and its tokenizer.
 
-    Arguments and errors are those of `CausalLM`; `find_blocks` returns the blocks of a model that
-    is streamed, by name.
+    Arguments and errors are those of `CausalLM`; `find_blocks` returns the blocks to stream.
 
     Returns:
         The model; the tokenizer; the blocks that stay in files, if they do; the location of the

@@ -231,8 +231,7 @@ def build_without_weights(
     kind = kind or model_class(config)
     try:
         with torch.device("meta"):
-            # Auto classes choose the class themselves, and have a public constructor from a
-            # configuration.
+            # Auto classes choose the class themselves, by a public constructor.
             if kind in (AutoModel, AutoModelForCausalLM):
                 return kind.from_config(config, trust_remote_code=trust_remote_code)
             return from_config(kind, config)

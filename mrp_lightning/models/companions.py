@@ -50,8 +50,7 @@ class Companions:
         """Copy files that the other directory lacks, but not the paths `without`; warn of links."""
         for file in self.files:
             copy = directory / file
-            # A file that exists was written for the new model, as its config.json is, and so is
-            # newer.
+            # A file that exists was written for the new model, as its config.json is.
             if str(file) in without or copy.exists():
                 continue
             copy.parent.mkdir(parents=True, exist_ok=True)

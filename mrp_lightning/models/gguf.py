@@ -33,8 +33,7 @@ from mrp_lightning.upstream.other_names import bounded_gguf, bounded_gguf_reader
 def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
     """Return the path of a GGUF file in a directory or, at a revision, on the hub (downloaded).
 
-    Without `gguf_file` the source is returned unchanged. A FileNotFoundError is raised if there is
-    no such file.
+    Without `gguf_file` the source is returned unchanged. A missing file is a FileNotFoundError.
     """
     refuse_empty(source)
     if gguf_file is None:
@@ -113,8 +112,7 @@ def has_tokenizer(file: Path) -> bool:
 def gguf_config(file: Path) -> PreTrainedConfig:
     """Return the configuration in a file."""
     with reading(file) as location:
-        # The values are read as a plain dictionary first: `check_values` must see them before a
-        # configuration class computes with them.
+        # Read as a plain dictionary: `check_values` comes before a class that computes with them.
         values = PreTrainedConfig.get_config_dict(**location)[0]
     check_values(values, file)
     with reading(file) as location:

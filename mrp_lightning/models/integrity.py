@@ -22,8 +22,7 @@ from mrp_lightning.storage.json_files import read_json
 
 _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 _MOST_MODULES = 4096
-"""The largest plausible number of layers or blocks of one kind; published models have some
-hundreds."""
+"""The largest plausible number of layers or blocks of a kind; published models have hundreds."""
 _MOST_EXPERTS = 2**15
 """The largest number of experts, of which the product keys of Doge have 16,384."""
 _MOST_LABELS = 10**6
@@ -243,8 +242,7 @@ def read_pickle(file: str | os.PathLike[str]) -> Any:
     All tensors are on the CPU, memory-mapped if the file is an archive. `torch.load` raises an
     `UnpicklingError` for other objects.
     """
-    # Only an archive can be mapped: its entries are stored, not compressed, so that their bytes in
-    # the file are the weights.
+    # Only an archive can be mapped: its entries are stored, not compressed.
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
         with zipfile.ZipFile(file) as archive:
@@ -288,9 +286,8 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type: transformers does not check files
-        # The files are examined only after an error, since reading all headers takes time, and
-        # pickles have to be unpickled. Errors with a message of their own pass, as does a lack of
-        # memory, which is no damage.
+        # The files are examined only after an error, since that takes time. Errors with a message
+        # of their own pass, as does a lack of memory, which is no damage.
         if isinstance(error, OSError | DependencyError | ArgumentError) or is_out_of_memory(error):
             raise
         directory = directory_of(source, revision)

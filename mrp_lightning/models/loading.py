@@ -138,16 +138,14 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
 
     Args:
         source: Directory, hub id or GGUF file of the model.
-        dtype: Precision to load the weights in; `None` keeps the checkpoint's, and means bfloat16
-            for a GGUF file.
+        dtype: Precision to load in; `None` keeps the checkpoint's, and is bfloat16 for GGUF.
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
         TargetError: The checkpoint is quantized, lacks weights that the model needs, holds others,
             or is of a class that is no causal language model.
         FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit its
-            configuration; or its index names files outside of its directory. `load_config` raises
-            more.
+            configuration; or its index names files elsewhere. `load_config` raises more.
     """
     if file := find_gguf(source):
         return gguf_model(file, dtype, options.get("attn_implementation"))
@@ -189,8 +187,7 @@ def _load_pretrained(
     """Load a model of a class or auto class, and check that it has the checkpoint's weights."""
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
-    # The configuration of the loaded model will have the dtype in memory, so the published dtype is
-    # kept from here.
+    # The loaded model's configuration will have the dtype in memory: this is the published one.
     published = config.dtype
     if not options.get("trust_remote_code"):  # trusted code may build a model of any size
         _check_files(source, config, kind)

@@ -32,8 +32,7 @@ class MovedBlocks(ABC):
     @contextmanager
     def pinned(self, block: nn.Module) -> Iterator[None]:
         """Keep a block on its device in a context; modules that are no blocks stay as they are."""
-        # Only the outermost context moves the block: an inner one would take the weights away from
-        # the outer one at its end.
+        # Only the outermost context moves the block: an inner one would take it away at its end.
         if block in self._pinned or block not in self._moved:
             yield
             return

@@ -129,8 +129,7 @@ def _save_blocks(
         wider = wider_dtypes(model, dtype, as_published=True)
     for name, file in file_of.items():
         shard = streamed.shards.get(name)
-        # A shard is byte for byte the final file unless its dtype or its shapes change. A link to
-        # it takes neither time nor disk space.
+        # A shard is byte for byte the final file unless its dtype or its shapes change.
         if shard is not None and not is_cast and narrowing is None:
             try:
                 os.link(shard, file)
@@ -141,8 +140,7 @@ def _save_blocks(
             streamed.pinned(block := streamed.blocks[name]),
             nullcontext() if narrowing is None else narrowing.saved(name),
         ):
-            # The cast comes before the conversion of names: `wider` has the names of the model, and
-            # the files have those of the checkpoint.
+            # The cast comes before the conversion of names: `wider` has those of the model.
             state = block.state_dict(prefix=f"{name}.")
             tensors = revert_weight_conversion(
                 model, cast(state, dtype, wider) if is_cast else state

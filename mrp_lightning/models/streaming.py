@@ -47,8 +47,7 @@ class StreamedBlocks(MovedBlocks):
 
     Attributes:
         shards: Files that hold one block each, by the block's name.
-        narrowing: The `StreamedNarrowing` that makes blocks narrower when they are saved; `None` if
-            they stay whole.
+        narrowing: The `StreamedNarrowing` by which saved blocks become narrower, or `None`.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
@@ -71,8 +70,8 @@ class StreamedBlocks(MovedBlocks):
                 "`streaming` reads one repeated block after another, and none were found in this "
                 "model. Load it without `streaming`."
             )
-        # A tied weight would be two tensors after the blocks were read apart, and pruning one of
-        # them would break the tie.
+        # A tied weight would be two tensors once blocks are read apart: pruning would break the
+        # tie.
         _refuse_tied(model, list(blocks))
         self._identities = {file: _identity(file) for file in files}
         # By block: the names in the checkpoint of the block's tensors, by file.
@@ -106,15 +105,13 @@ class StreamedBlocks(MovedBlocks):
 
     def bring(self, block: nn.Module) -> None:
         """Read the weights of a block from its files."""
-        # transformers converts on its own device map; the move follows, since the model may have
-        # moved since it was loaded.
+        # The move follows the conversion: the model may have moved since it was loaded.
         self._read(self._names[block])
         block.to(self._device)
 
     def take_away(self, block: nn.Module) -> None:
         """Drop the weights of a block, but keep their shapes and dtypes."""
-        # `state_dict` leaves out non-persistent buffers, which no file holds: they stay on the
-        # device.
+        # `state_dict` lacks non-persistent buffers, which no file holds: they stay.
         for name, tensor in block.state_dict(keep_vars=True).items():
             module, _, key = name.rpartition(".")
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -197,8 +194,7 @@ class StreamedBlocks(MovedBlocks):
         """Yield an iterator over names and tensors in files, which are read in this context.
 
         The files are read, not mapped, since a writable map of a whole file counts as the process's
-        own memory (`ulimit -d`). They are checked before and after, since they may change in
-        between.
+        own memory (`ulimit -d`). They are checked before and after.
         """
         for file in files:
             _require_unchanged(file, self._identities[file])

@@ -245,9 +245,8 @@ def naming(path: Path) -> Iterator[None]:
 def _read(manifest: Path) -> dict[str, str]:
     """Return the checksums that a manifest lists, by file; none if it cannot be read."""
     try:
-        # `lstat`: a link could lead to another directory's manifest, and opening a pipe would
-        # block. An unreadable manifest lists nothing, so that all files count as the user's: the
-        # safe error.
+        # `lstat`: a link could lead to another manifest, and opening a pipe would block. An
+        # unreadable manifest lists nothing, so that all files count as the user's.
         if not stat.S_ISREG(manifest.lstat().st_mode):
             return {}
         files = json.loads(manifest.read_text("utf-8"))["files"]

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, TypeVar
 
-# At the start of a run, not at its end, when the report is read: an installation without pydantic
-# must not fail after hours of work.
+# At the start of a run: an installation without pydantic must not fail after hours of work.
 from pydantic import TypeAdapter, ValidationError
 
 from mrp_ground.errors import FormatError

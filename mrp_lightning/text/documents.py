@@ -31,8 +31,7 @@ def documents_of_files(
 
     Args:
         paths: The files.
-        column: The key of the text in a line or row. Its value, or that of the key `messages`, may
-            be a conversation.
+        column: The key of the text in a line or row; there or at `messages`, also a conversation.
         argument: The argument that names the files, for errors.
         conversation: Formats a conversation as text; `None` if conversations are not allowed.
     """
@@ -46,8 +45,7 @@ def documents_of_files(
             continue
         text = _text_of(path, argument)
         if kind == ".jsonl":
-            # Not str.splitlines, which also splits at U+2028 and others that JSON allows in a
-            # string.
+            # Not str.splitlines: JSON allows U+2028 and others in a string.
             lines = enumerate(text.split("\n"), start=1)
             documents += [read(line, f"{path}, line {n}") for n, line in lines if line.strip()]
         elif _is_json(text):
@@ -220,8 +218,7 @@ _DOCUMENTS = 20
 
 def divided(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the documents to calibrate on, and those that are held out: a tenth."""
-    # Whole documents are the better test, since the end of a document depends on its start. A tenth
-    # of few documents would be none or one.
+    # The end of a document depends on its start, but a tenth of few documents is none or one.
     if len(texts) >= _DOCUMENTS:
         held_out = [text for i, text in enumerate(texts) if i % 10 == 9]
         return [text for i, text in enumerate(texts) if i % 10 != 9], held_out
@@ -233,6 +230,5 @@ def _last_tenth(text: str) -> int:
     """Return the index at which the last tenth of a text begins, at a line's start if possible."""
     start = len(text) * 9 // 10
     line = text.find("\n", start) + 1
-    # A line's start counts only if it leaves at least a twentieth of the text: in a text of one
-    # long line it would leave nothing.
+    # At least a twentieth of the text has to be left, which a long last line would take.
     return line if 0 < line < len(text) - len(text) // 20 else start

@@ -105,8 +105,7 @@ def exclusive_keys(calibration: object) -> list[list[Keys]]:
     files: Keys = ("train_files", "eval_files")
     if calibration is None or calibration in CALIBRATION:
         return [[files, ("dataset",), ("calibration", "evaluation", "corpora_dir")]]
-    # A mixture, or the model's own text, concerns calibration alone: the text to evaluate on may
-    # come from any argument.
+    # A mixture concerns calibration alone: the text to evaluate on may come from any argument.
     named = _named_keys(calibration)
     # 1. Text to evaluate on has one origin.
     # 2. So has text to calibrate on. A key that the mixture itself names is a part of it, not a
@@ -164,8 +163,7 @@ class Mixture:
     """Calibration windows from several sources in fixed proportions.
 
     Attributes:
-        shares: The share of each source, in (0, 1] with the sum 1, by the name of the source in
-            `data`.
+        shares: The share of each source, in (0, 1] with the sum 1, by its name in `data`.
         sources: The sources, by the same names.
     """
 
@@ -201,8 +199,7 @@ class Mixture:
         """Draw at most `count` windows (windows, length), int64, of all sources, interleaved."""
         counts = self.counts(count)
         parts = {name: self.sources[name].draw(cutter, n, seed) for name, n in counts.items()}
-        # A text shorter than a window gives shorter windows, a matrix that cannot be joined with
-        # others.
+        # A text shorter than a window gives shorter windows, which cannot be joined with others.
         short = [name for name, part in parts.items() if part.shape[1] != cutter.length]
         if short and len(parts) > 1:
             raise DataError(

@@ -341,8 +341,7 @@ class PublishedText(TextSource):
 
     def path_of(self, file: str) -> Path:
         """Return the local path of a file, downloaded if need be; an `OSError` if there is none."""
-        # A given directory is complete or an error: the hub is not asked for the rest, so that one
-        # run never mixes two copies.
+        # A given directory is complete or an error: one run never mixes two copies.
         if self.directory is not None:
             for folder in (self.repository, self.name):
                 if (copy := self.directory / folder / file).is_file():

@@ -40,9 +40,8 @@ class Windows(Dataset[Any]):
         if not self.prefix:
             return ids
         labels = ids.clone()
-        # Without a prefix, the first token of a window has nothing before it and is not predicted;
-        # so it is not predicted after one either, and both perplexities are means over the same
-        # tokens.
+        # Without a prefix the first token has nothing before it, and is not predicted; nor is it
+        # after one, so that both perplexities are means over the same tokens.
         labels[: self.prefix + 1] = _IGNORED
         return {"input_ids": ids, "labels": labels}
 
@@ -168,8 +167,7 @@ def segments_of_documents(
     """Draw segments (count, length), each within one random document that is long enough.
 
     The draws are those of SparseGPT's `get_c4`: a document, until one has more tokens than a
-    window, then the start of its segment. Only drawn documents are read, and each is tokenized
-    once.
+    window, then the start of its segment. Drawn documents alone are read and tokenized, once.
     """
 
     @cache

@@ -39,8 +39,7 @@ def works_in_children(trainer: Any) -> bool:
 def spawns_workers(trainer: Any) -> bool:
     """Return whether a trainer's strategy starts new interpreters, to which it pickles itself.
 
-    Seen in Lightning 2.6, whose launchers in interactive sessions fork. Replacement: as of
-    `works_in_children`.
+    Seen in Lightning 2.6, whose interactive launchers fork. Replacement: as of `works_in_children`.
     """
     return works_in_children(trainer) and not trainer.strategy.launcher.is_interactive_compatible
 
@@ -75,8 +74,7 @@ def unwrap_dataloaders() -> None:
 def dtypes_kept(model: Any, dtype: Any) -> dict[str, Any]:
     """Return the dtypes that weights keep in a model loaded in `dtype`, by patterns of names.
 
-    Seen in transformers 5.23. Saved weights must have the dtypes that loading gives them. There is
-    no public name.
+    Seen in transformers 5.23. Saved weights must have these dtypes. There is no public name.
     """
     return model._get_dtype_plan(dtype)
 

@@ -2,10 +2,9 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from faulty import at_call, changed, contents, die, in_child, small_files, weights
+from faulty import at_call, changed, contents, die, in_child, small_files, torn, weights
 
 from export import packing, to_sparse
 from export.conversion import writing
@@ -29,12 +28,6 @@ def export(expected, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert weights(out).keys() == {"model.safetensors"}
     assert contents(expected) == before
-
-
-def torn(tensors, file, *_):
-    """Half of a file is written when the process dies."""
-    Path(file).write_bytes(bytes(1000))
-    die()
 
 
 KILLS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import at_call, changed, contents, die, in_child, small_files, weights
+from faulty import at_call, changed, contents, die, in_child, small_files, torn, weights
 
 from mrp_lightning import Trainer
 from mrp_lightning.errors import HessianError, JournalError, OutOfMemoryError, SaveError
@@ -17,13 +17,6 @@ from mrp_lightning.loop import pruned_module
 from mrp_lightning.records import block_result
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients
 from mrp_lightning.storage import outputs
-
-
-def torn(tensors, file, *_):
-    """Half of a file is written when the process dies."""
-    Path(file).write_bytes(bytes(1000))
-    die()
-
 
 BLOCKS = {
     "before a block is written": (block_result, "save_file", at_call(2, lambda *_: die())),
@@ -44,11 +37,7 @@ def test_killed_at_a_block(kill, prune, out):
 
 
 END = {
-    "before the result is written": (
-        pruned_module,
-        "save_pretrained",
-        at_call(1, lambda *_, **__: die()),
-    ),
+    "before it is written": (pruned_module, "save_pretrained", at_call(1, lambda *_, **__: die())),
     "before it has a report": (pruned_module, "_save_report", at_call(1, lambda *_: die())),
     "before it is moved into place": (outputs, "_move_into_place", at_call(1, lambda *_: die())),
 }
@@ -119,15 +108,11 @@ def test_a_journal_that_vanishes(prune, out):
     assert prune().report.resumed_blocks == 0
 
 
-def test_a_file_where_the_journal_is_to_be(prune, out):
-    journal_path(out).write_text("")
+def test_a_directory_that_cannot_be_written(prune, out, tmp_path):
+    journal_path(out).write_text("")  # a file where the journal is to be
     with pytest.raises(SaveError, match="cannot be written"):
         prune()
     journal_path(out).unlink()
-    prune()
-
-
-def test_a_directory_that_cannot_be_written(prune, out, tmp_path):
     if os.system(f"chattr +i {tmp_path} 2>/dev/null") != 0:
         tmp_path.chmod(0o500)
         if os.access(tmp_path, os.W_OK):

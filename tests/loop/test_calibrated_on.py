@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from quiet import QUIET
 from torch.utils.data import DataLoader
 from transformers import AutoConfig
 
@@ -11,13 +12,8 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.loop import pruning_run
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -33,11 +29,10 @@ def said(monkeypatch, caplog):
             raise BegunError
 
         monkeypatch.setattr(pruning_run, "prune_model", begin)
-        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
         model = CausalLM(AutoConfig.for_model("llama", **SIZES))
         data = DataLoader(batches, batch_size=None)
         with pytest.raises(BegunError):
-            trainer.predict(model, data, callbacks=[MRPCallback(pattern="2:4")])
+            Trainer(**QUIET).predict(model, data, callbacks=[MRPCallback(pattern="2:4")])
         return caplog.text
 
     return of

@@ -12,21 +12,17 @@ from mrp_lightning import CausalLM
 from mrp_lightning.models.loading import load_model, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.models.streaming import load_streamed
-from mrp_lightning.storage.outputs import save_directory
 from mrp_lightning.targets.blocks import find_blocks
 
 
 def test_a_model_is_stored_in_the_dtype_of_its_source(tmp_path, tiny_llama):
     published = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    with save_directory(tmp_path / "bf16") as staging:
-        save_pretrained(published, staging, dtype="bfloat16")
+    save_pretrained(published, tmp_path / "bf16", dtype="bfloat16")
     assert published.dtype == torch.float32
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     assert model.dtype == torch.bfloat16
-    model.float()
-    with save_directory(tmp_path / "again") as staging:
-        save_pretrained(model, staging, card="# A card")
+    save_pretrained(model.float(), tmp_path / "again", card="# A card")
     assert (tmp_path / "again" / "README.md").read_text() == "# A card"
     first = load_file(tmp_path / "bf16" / "model.safetensors")
     second = load_file(tmp_path / "again" / "model.safetensors")

@@ -40,7 +40,7 @@ ORDER = {
         "commands",
         "experiments",
     ),
-    "mrp_ground": ("errors", "arguments", "json_files", "environment", "upstream", "import_hook"),
+    "mrp_ground": ("errors", "arguments", "json_files", "environment", "upstream"),
     "mrp_sparse": ("formats", "kernels", "vllm"),
     "export": (
         "loading",

@@ -143,14 +143,8 @@ def test_a_checkpoint_from_a_url_runs_nothing(
 def test_the_name_of_a_class_becomes_no_code_in_a_card(checkpoint, tmp_path):
     directory = checkpoint(architectures=["LlamaForCausalLM\nimport os; os.mkdir('x')"])
     totals = {"packed_layers": 1, "packed_fraction": 0.5625}
-    report: Any = SimpleNamespace(
-        format="packed",
-        source=open_checkpoint(directory),
-        totals=totals,
-        parity=None,
-        exported_bytes=None,
-        head=None,
-    )
+    report: Any = SimpleNamespace(format="packed", source=open_checkpoint(directory), totals=totals)
+    report.parity = report.exported_bytes = report.head = None
     _write_card(report, tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "os.mkdir" not in card

@@ -84,10 +84,7 @@ def test_the_largest_models_are_not_absurd():
         ({UP: -1}, f"`modules.{UP}` is -1, expected a whole number from 0"),
         ({UP: "a"}, f"`modules.{UP}` is 'a', expected a whole number from 0"),
         ({UP: 10**15}, f"{UP}: 1,000,000,000,000,000 values are kept of 64×32 weights"),
-        (
-            {"model.norm": 1},
-            "does not fit LlamaForCausalLM(?s:.)*model.norm: the module has no linear layer",
-        ),
+        ({"model.norm": 1}, "does not fit LlamaForCausalLM(?s:.)*model.norm: the module has no l"),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mrp_ground.import_hook import import_after
+from mrp_ground.upstream import import_after
 
 
 @pytest.fixture
