@@ -16,8 +16,8 @@ class Interrupted(SystemExit):
     """A signal ended the run. The exit status is 128 plus the signal's number, as in shells."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(ended_by(number))
-        self.signal = signal.Signals(number)
+        super().__init__(number)  # which a pickle passes again
+        self.code, self.signal = ended_by(number), signal.Signals(number)
 
 
 class _Stop:
