@@ -42,7 +42,7 @@ def rewrite(path: str, *changed: tuple[str, str]) -> None:
 
 def write_files(directory: Path, model: Path) -> None:
     """A sweep, and all that its runs read."""
-    lines = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400))
+    lines = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(80))
     for name in ("text.txt", "test.txt"):
         (directory / name).write_text(lines)
     shutil.copytree(model, directory / "model")

@@ -54,7 +54,7 @@ OPTIONS = {
     "generate": ["--max-new-tokens=4"],
     "predict": TRAINER,
     "fit": [*TRAINER, "--trainer.max_steps=2", "--trainer.precision=32-true"],
-    "test": [*TRAINER, "--trainer.limit_test_batches=1"],
+    "test": [*TRAINER, "--trainer.limit_test_batches=2"],
 }
 """What the tests append to a command."""
 PUBLISHED = "=c4|configs/models"
