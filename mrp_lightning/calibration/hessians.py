@@ -328,7 +328,12 @@ class Calibration:
         Experts that no batch reached come last, each in a group of its own, if there is a pooled
         Hessian for them.
         """
-        pools, uncalled_ids = self.pools(), set(map(id, self.not_called))
+        pools, uncalled_ids = dict(self._pools), set(map(id, self.not_called))
+        for group in self.groups:
+            for expert in group.layers:
+                if isinstance(expert, Expert):
+                    accumulator = HessianAccumulator(expert.columns, expert.name)
+                    pools.setdefault(expert.siblings, accumulator).merge(group.accumulator)
         for layer in self.layers:
             if id(layer) not in self._group_of and id(layer) not in uncalled_ids:
                 empty = HessianAccumulator(layer.columns, layer.name)
@@ -358,7 +363,7 @@ class Calibration:
             self.note(layer, x, None)
 
     def _routed(self, expert: Expert, x: Tensor) -> None:
-        """Separate tokens from padding in the rows of an expert's matrix.
+        """Add the tokens in the rows of an expert's matrix to its Hessian, or to the pooled one.
 
         The rows of the second matrix are those of the first, in the same order.
         """
@@ -367,29 +372,14 @@ class Calibration:
             self._rows[of] = self._padding.rows(x, expert.module, expert.name)
         rows = self._rows[of]
         tokens = x if rows is None else x.reshape(rows.numel(), -1)[rows]
-        if tokens.numel():
-            self.note_expert(expert, tokens)
-
-    def note_expert(self, expert: Expert, tokens: Tensor) -> None:
-        """Add tokens to the Hessian of an expert, or to the pooled one; ignored in `dense_run`."""
-        if self._is_dense_run:
-            return  # the dense run routes other tokens to the expert
+        if not tokens.numel() or self._is_dense_run:  # which routes other tokens to the expert
+            return
         if expert.key in self._own_experts:
             own_expert = self._own_experts[expert.key]
             group = self._group_of.get(id(own_expert)) or self._join(own_expert, None)
             group.accumulator.update(tokens)
         elif expert.siblings in self._pools:
             self._pools[expert.siblings].update(tokens)
-
-    def pools(self) -> dict[Hashable, HessianAccumulator]:
-        """Return the pooled Hessians by `Expert.siblings`; call once, since it sums in place."""
-        pools = dict(self._pools)
-        for group in self.groups:
-            for expert in group.layers:
-                if isinstance(expert, Expert):
-                    accumulator = HessianAccumulator(expert.columns, expert.name)
-                    pools.setdefault(expert.siblings, accumulator).merge(group.accumulator)
-        return pools
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
         """Add the tokens of an input x of a layer, once for all layers that read it.

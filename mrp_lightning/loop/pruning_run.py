@@ -50,7 +50,7 @@ from mrp_lightning.narrowing.blocks import ShorteningPlan, config_without, remov
 from mrp_lightning.narrowing.cutting import StreamedNarrowing, narrow
 from mrp_lightning.narrowing.structure import BLOCKS, NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning.job import Job, Listener, steps_of
+from mrp_lightning.pruning.job import Job, Listener
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.shortening import shorten_model
 from mrp_lightning.records.report import PruningReport, pruned_before
@@ -255,7 +255,7 @@ class Run:
                 warn_of_data(self._steps, plan, processes)
                 self._about = self._facts()
                 listener = PruningProgress(
-                    steps_of(plan),
+                    plan.steps,
                     self.trainer.strategy.root_device,
                     ProgressReporter(self.trainer),
                 )

@@ -73,11 +73,8 @@ class Vocabulary:
         content = json.loads(backend.to_str())
         if reason := _why_without_bytes(content):
             raise cannot_cut(reason)
-        of_model = content["model"]["vocab"]
-        if isinstance(of_model, list):  # a Unigram model's
-            of_model = {word: number for number, (word, _) in enumerate(of_model)}
-        numbers = of_model | {token["content"]: token["id"] for token in content["added_tokens"]}
-        words = {number: word for word, number in sorted(numbers.items(), key=lambda x: x[1])}
+        numbers = _numbers_of_words(content).items()
+        words = {number: word for word, number in sorted(numbers, key=lambda x: x[1])}
         return cls(content, words)
 
     @cached_property
@@ -224,6 +221,14 @@ class Vocabulary:
         return last
 
 
+def _numbers_of_words(content: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of all words in a tokenizer.json, those of added tokens included."""
+    of_model = content["model"]["vocab"]
+    if isinstance(of_model, list):  # a Unigram model's
+        of_model = {word: number for number, (word, _) in enumerate(of_model)}
+    return of_model | {token["content"]: token["id"] for token in content["added_tokens"]}
+
+
 def _why_without_bytes(content: Mapping[str, Any]) -> str | None:
     """Return why a tokenizer has no bytes for text without words, `None` if it has them."""
     model = content["model"]
@@ -313,11 +318,7 @@ def renumbered_tokenizer(
         file.write_text(json.dumps(config), encoding="utf-8")
         smaller = load_tokenizer(directory)
     smaller.name_or_path = ""  # that of no directory, whose files would be taken for its own
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, list):
-        vocabulary = {word: new for new, (word, _) in enumerate(vocabulary)}
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    if smaller.get_vocab() != vocabulary | added:
+    if smaller.get_vocab() != _numbers_of_words(content):
         raise cannot_cut(
             f"a {type(tokenizer).__name__} reads the smaller tokenizer.json with other words or "
             "numbers than it has"

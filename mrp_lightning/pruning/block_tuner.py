@@ -65,7 +65,13 @@ class BlockTuner:
         parameters = [p for p in block.module.parameters() if p.is_floating_point()]
         windows = 0
         if self.walk.batches:
-            self._refuse_unknown_outputs()
+            seen = trace(self.walk.forward, self.walk.batches[0], self.walk.blocks)
+            if unknown := [self.walk.blocks[k].name for k in seen.order if k not in seen.outputs]:
+                raise TargetError(
+                    "`tuning` needs blocks that return their hidden state, as a tensor or first in "
+                    "a tuple or list. Leave `tuning` out. Otherwise return: "
+                    f"{', '.join(unknown)}."
+                )
             with _only_these_train(self.job.model, parameters):
                 hidden = self._outputs(0, 0)
                 self._gradients(hidden.float().square().sum(), parameters, block.name)
@@ -75,15 +81,6 @@ class BlockTuner:
             raise DataError(
                 "`tuning` holds out some of the calibration windows: expected at least 2, got 1. "
                 "Give it more data, or leave `tuning` out."
-            )
-
-    def _refuse_unknown_outputs(self) -> None:
-        """Raise a `TargetError` if a block's output is not its hidden state."""
-        seen = trace(self.walk.forward, self.walk.batches[0], self.walk.blocks)
-        if unknown := [self.walk.blocks[k].name for k in seen.order if k not in seen.outputs]:
-            raise TargetError(
-                "`tuning` needs blocks that return their hidden state, as a tensor or first in a "
-                f"tuple or list. Leave `tuning` out. Otherwise return: {', '.join(unknown)}."
             )
 
     def tune(
@@ -126,6 +123,7 @@ class BlockTuner:
             for epoch in range(1, self.tuning.epochs + 1):
                 order = torch.randperm(len(trained), generator=generator).tolist()
                 for parts in self._steps([trained[i] for i in order]):
+                    optimizer.zero_grad(set_to_none=False)
                     self._add_gradients(k, parts, weights, scale)
                     optimizer.step()
                     schedule.step()
@@ -139,28 +137,29 @@ class BlockTuner:
                     weights.keep()
         # Different GPUs may round the same sums differently: all processes take the first one's
         # bits.
+        device = self.processes.device
         with torch.no_grad():
             for parameter in weights.parameters:
                 self.processes.like_first_(parameter)
-        grid = {layer: x.map(self._of_first) for layer, x in weights.grid.items()}
+            grid = {
+                layer: x.map(lambda y: self.processes.like_first_(y.to(device).contiguous()).cpu())
+                for layer, x in weights.grid.items()
+            }
         row = replace(row, error_before=untuned, error_after=best, epoch=best_epoch)
         return replace(row, seconds=time.perf_counter() - start), grid
 
     def _add_gradients(
         self, k: int, parts: Sequence[_Windows], weights: "_Tuned", scale: float
     ) -> None:
-        """Set the gradients of a step: those of its error / `scale`, summed over all processes."""
+        """Add the gradients of a step: those of its error / `scale`, summed over all processes."""
         for part in parts:
             loss = self._errors(k, part)[0] / scale
             weights.add(self._gradients(loss, weights.parameters, self.walk.blocks[k].name))
         # Added, not averaged, since the divisor of the loss is of the whole step: the number of
         # processes changes nothing but rounding.
-        for gradient in weights.gradients:
-            self.processes.sum_(gradient)
-
-    def _of_first(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of the first process, on the CPU."""
-        return self.processes.like_first_(tensor.to(self.processes.device).contiguous()).cpu()
+        for master in weights.masters:
+            assert master.grad is not None
+            self.processes.sum_(master.grad)
 
     def _split(self) -> tuple[list[_Windows], list[_Windows]]:
         """Split the windows into those to train on and the last ones, which are held out."""
@@ -274,24 +273,12 @@ class _Tuned(ABC):
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
         """Return the tensors to optimise, which determine the parameters of the layers."""
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The gradients of the masters so far."""
-        return [master.grad for master in self.masters if master.grad is not None]
-
     @abstractmethod
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients of the parameters to the gradients of their masters."""
 
-    def write(self) -> None:
-        """Compute the parameters from the masters, in place, and reset the gradients."""
-        with torch.no_grad():
-            self._write()
-            for gradient in self.gradients:
-                gradient.zero_()
-
     @abstractmethod
-    def _write(self) -> None:
+    def write(self) -> None:
         """Compute the parameters from the masters, in place."""
 
     def keep(self) -> None:
@@ -331,7 +318,8 @@ class _KeptWeights(_Tuned):
             if gradient is not None and master.grad is not None:
                 master.grad += gradient.masked_fill(zero, 0)
 
-    def _write(self) -> None:
+    @torch.no_grad()
+    def write(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
 
@@ -376,7 +364,8 @@ class _Scales(_Tuned):
                 if minima is not None:
                     master.grad -= self._grid.grouped(of_weights).sum(2) * minima / _SIZE
 
-    def _write(self) -> None:
+    @torch.no_grad()
+    def write(self) -> None:
         for (layer, codes, scales, minima), (units, minimum_units), master in zip(
             self._layers, self._units, self.masters, strict=True
         ):

@@ -79,7 +79,7 @@ def estimate(
     if settings.block_tuning:
         passes += _BACKWARD * settings.block_tuning.epochs
     # By input, not by layer: q, k and v share a Hessian, its sum and its inverse.
-    inputs = {_input(layer): _columns(layer) for layer in [*layers, *head]}
+    inputs = {_input(layer): layer.columns for layer in [*layers, *head]}
     seconds = forward * passes * sum(layer.weight.numel() for layer in layers)
     seconds += forward * weights * settings.recipe.is_of_head_alone
     times = 1 + settings.balance  # that Hessians are summed and factorised
@@ -87,15 +87,15 @@ def estimate(
     method = settings.recipe.method
     each = _SOLVER[method.compensation.name] + _JOINT * (method.mask.name == "J")
     each += _GRID * (settings.recipe.grid is not None)
-    products = each * sum(layer.weight.numel() * _columns(layer) for layer in layers)
-    products += _GRID * sum(layer.weight.numel() * _columns(layer) for layer in head)
+    products = each * sum(layer.weight.numel() * layer.columns for layer in layers)
+    products += _GRID * sum(layer.weight.numel() * layer.columns for layer in head)
     products += _INVERSE * times * sum(columns**3 for columns in inputs.values())
     seconds += products / products_per_second
     size = next(model.parameters()).element_size()
-    hidden_states = tokens * _columns([*layers, *head][0]) * size * (1 + aims_at_dense)
+    hidden_states = tokens * [*layers, *head][0].columns * size * (1 + aims_at_dense)
     # The rows of a head are solved in parts.
-    solved = [(layer.weight.numel(), _columns(layer)) for layer in layers]
-    solved += [(min(layer.weight.numel(), ELEMENTS), _columns(layer)) for layer in head]
+    solved = [(layer.weight.numel(), layer.columns) for layer in layers]
+    solved += [(min(layer.weight.numel(), ELEMENTS), layer.columns) for layer in head]
     # Layers are solved one after another, so that the largest one decides; 4 bytes a float32.
     solver = max(4 * (_PER_WEIGHT * count + _PER_SQUARE * columns**2) for count, columns in solved)
     solver += sum(layer.weight.nbytes for layer in head)
@@ -136,10 +136,6 @@ def products_per_second(device: torch.device, size: int | None = None) -> float:
     return count * size**3 / (time.perf_counter() - start)
 
 
-def _columns(layer: Layer) -> int:
-    return layer.weight.shape[1]
-
-
 def _input(layer: Layer) -> tuple[str, int]:
     """Return a key of a layer's input, its parent and width: q, k, v share it, and o if as wide."""
-    return layer.name.rpartition(".")[0], _columns(layer)
+    return layer.name.rpartition(".")[0], layer.columns

@@ -114,11 +114,6 @@ class Listener:
         self.usage = usage
 
 
-def steps_of(plan: Plan) -> int:
-    """Return the number of blocks, plus one for the layers outside, and one for the head."""
-    return len(plan.blocks) + bool(plan.outside) + (plan.head is not None)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
     """One pruning.
@@ -162,11 +157,6 @@ class Job:
             return ()
         return self.plan.others.get(block, ())
 
-    @property
-    def steps(self) -> int:
-        """The number of blocks, plus one for the layers outside of them, and one for the head."""
-        return steps_of(self.plan)
-
     def progress(self, step: int, task: str) -> None:
         """Report the present task of a step, from 0, to the listener."""
-        self.listener.progress(Progress(step + 1, self.steps, task))
+        self.listener.progress(Progress(step + 1, self.plan.steps, task))

@@ -31,7 +31,6 @@ from mrp_lightning.devices import peak_rss
 from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.cutting import BlockTrial
 from mrp_lightning.narrowing.routing import rerouted
-from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import HeadSolver, LayerSolver, Remover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import Job, Usage
@@ -39,11 +38,8 @@ from mrp_lightning.pruning.survey import survey
 from mrp_lightning.pruning.units import ExpertRemover, UnitRemover
 from mrp_lightning.records.block_result import BlockResult, LayerResult
 from mrp_lightning.records.rows import BlockReport, LayerReport
-from mrp_lightning.solver.patterns import Pattern
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block, refuse_not_finite
 from mrp_lightning.targets.layers import Layer
-from mrp_lightning.targets.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +62,11 @@ def prune_model(job: Job) -> list[BlockResult]:
         JournalError: The journal has layers that the plan lacks.
     """
     with started(job) as (padding, pinned), rerouted(job.plan):
-        results = [_left_dense(job.plan)]
+        rows = [
+            LayerReport.left_dense(x.name, x.shape, x.reason, job.plan.block_of(x.name))
+            for x in job.plan.skipped
+        ]
+        results = [BlockResult("", tuple(map(LayerResult, rows)))]
         job.listener.block(results[0])
         steps = _Steps(job, padding, pinned)
         # Blocks come first, in the order of their calls: each is calibrated on the outputs of the
@@ -81,17 +81,12 @@ def prune_model(job: Job) -> list[BlockResult]:
         if job.plan.head is not None:
             results.append(steps.prune_head(job.plan.head))
         # Only now, since calibration decides which layers are called and see tokens.
-        _require_pruned(results)
+        if not any(result.pruned_rows for result in results):
+            rows = [row for result in results for row in result.rows]
+            reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in rows)
+            raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
         _warn_of_unmatched(job.processes.all(padding.unmatched))
     return results
-
-
-def _require_pruned(results: Sequence[BlockResult]) -> None:
-    """Raise a `TargetError` with the reasons if all layers are left dense."""
-    if not any(result.pruned_rows for result in results):
-        rows = [row for result in results for row in result.rows]
-        reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in rows)
-        raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
 
 
 @contextmanager
@@ -113,15 +108,6 @@ def started(job: Job) -> Iterator[tuple[Padding, Pinned]]:
         torch.no_grad(),
     ):
         yield padding, (job.streamed or offload).pinned
-
-
-def _left_dense(plan: Plan) -> BlockResult:
-    """Return the results of the layers that the plan leaves dense."""
-    rows = [
-        LayerReport.left_dense(x.name, x.shape, x.reason, plan.block_of(x.name))
-        for x in plan.skipped
-    ]
-    return BlockResult("", tuple(map(LayerResult, rows)))
 
 
 @contextmanager
@@ -174,8 +160,15 @@ class _Steps:
         self.tuner = self._tuner(walk, self.dense)
         # The survey moves a twin to the end: the walk of the pruning stays at the first block.
         self.survey = survey(job, walk.twin(), self.padding, self.pinned)
+        recipe = job.settings.recipe
         self.trial = None if job.structure is None else BlockTrial(job.structure)
-        self.remover = _remover(job.structure, job.settings.recipe, self.survey.patterns)
+        self.remover: Remover
+        if job.structure is None:
+            self.remover = LayerSolver(recipe, self.survey.patterns)
+        elif job.structure.kind == "experts":
+            self.remover = ExpertRemover(job.structure)
+        else:
+            self.remover = UnitRemover(job.structure, recipe)
         layers = job.plan.layers
         self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         return walk.blocks[: self._num_blocks]
@@ -232,7 +225,7 @@ class _Steps:
             to_head = ToHead(self.walk, self._num_blocks, head.module)
         # Last of all, since a head has no block after it that would need its outputs.
         solver = HeadSolver(job.settings.recipe.for_head)
-        return self._prune(job.steps - 1, to_head, [head], solver)
+        return self._prune(job.plan.steps - 1, to_head, [head], solver)
 
     def _prune(self, step: int, walk: Walk, layers: list[Layer], solver: Remover) -> BlockResult:
         """Restore layers outside, or the head, from the journal, or prune and store them."""
@@ -340,7 +333,7 @@ class _Steps:
         journal = self.job.journal or ()
         later = [j for j in self.with_layers if j > k]
         if self.job.plan.head is not None and not self.job.plan.outside:
-            later.append(self.job.steps - 1)
+            later.append(self.job.plan.steps - 1)
         return any(j not in journal for j in later) if resumed else bool(later)
 
     def _tuned(self, block: WalkedBlock, layers: Sequence[LayerResult]) -> BlockResult:
@@ -355,17 +348,6 @@ class _Steps:
         row, grid = self.tuner.tune(block.k, changed, pruned.grid, row, block.report_progress)
         results = self.remover.put_on_grid(block, pruned.with_grid(grid).layers)
         return BlockResult(name, tuple(results), row)
-
-
-def _remover(
-    structure: Structure | None, recipe: Recipe, patterns: Mapping[str, Pattern]
-) -> Remover:
-    """Return the remover of single weights, of neurons or heads, or of experts."""
-    if structure is None:
-        return LayerSolver(recipe, patterns)
-    if structure.kind == "experts":
-        return ExpertRemover(structure)
-    return UnitRemover(structure, recipe)
 
 
 def _hidden(walk: Walk, k: int) -> Tensor | None:

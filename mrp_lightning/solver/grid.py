@@ -81,23 +81,25 @@ class GridParameters:
     scales: Tensor
     minima: Tensor | None = None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The scales, and the minima if there are any."""
+        return [self.scales] if self.minima is None else [self.scales, self.minima]
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "GridParameters":
         """Return the parameters with a function applied to each tensor."""
-        minima = None if self.minima is None else function(self.minima)
-        return GridParameters(function(self.scales), minima)
+        return GridParameters(*map(function, self.tensors))
 
     def split(self, sizes: list[int]) -> list["GridParameters"]:
         """Split the parameters into those of consecutive ranges of rows, of these sizes."""
-        if self.minima is None:
-            return [GridParameters(scales) for scales in self.scales.split(sizes)]
-        shares = zip(self.scales.split(sizes), self.minima.split(sizes), strict=True)
-        return [GridParameters(scales, minima) for scales, minima in shares]
+        shares = zip(*(tensor.split(sizes) for tensor in self.tensors), strict=True)
+        return [GridParameters(*share) for share in shares]
 
     @staticmethod
     def concatenated(parts: Sequence["GridParameters"]) -> "GridParameters":
         """Return the parameters of consecutive rows as those of one weight."""
-        kinds = [kind for kind, tensor in vars(parts[0]).items() if tensor is not None]
-        return GridParameters(**{k: torch.cat([vars(part)[k] for part in parts]) for k in kinds})
+        tensors = zip(*(part.tensors for part in parts), strict=True)
+        return GridParameters(*map(torch.cat, tensors))
 
 
 @dataclass(frozen=True)
@@ -287,8 +289,7 @@ class Grid:
 
     def _can_store(self, parameters: GridParameters, shape: tuple[int, int]) -> bool:
         """Return whether the grid can have these parameters, float32, of that shape."""
-        scales, minima = parameters.scales, parameters.minima
-        stored = [scales] if minima is None else [scales, minima]
+        scales, minima, stored = parameters.scales, parameters.minima, parameters.tensors
         if (minima is not None) != self.minimum or any(x.shape != shape for x in stored):
             return False
         if not all(bool(x.isfinite().all()) for x in stored) or not bool((scales != 0).all()):

@@ -60,6 +60,11 @@ class Plan:
         return inside + len(self.outside) + (self.head is not None)
 
     @property
+    def steps(self) -> int:
+        """The number of blocks, plus one for the layers outside of them, and one for the head."""
+        return len(self.blocks) + bool(self.outside) + (self.head is not None)
+
+    @property
     def num_steps(self) -> int:
         """The number of entries of a journal: blocks with layers, those outside, and the head."""
         blocks = sum(1 for layers in self.layers.values() if layers)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import traceback
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from callbacks import MRPCallback, PruningCallback
-from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning import BlockTuning, CausalLM, PruningReport, TextDataModule, Trainer
+from mrp_lightning.environment import command
+from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.patterns import SemiStructured
+from mrp_lightning.solver.problem import Problem
 
 KEYS = [
     *("name", "shape", "method", "sparsity", "loss", "relative_loss", "damping", "iterations"),
@@ -378,3 +381,119 @@ def test_a_model_that_was_pruned_before_is_told_as_one(llama, loader, quiet, tmp
         "pruned_before"
     ] == [{"method": "magnitude", "sparsity": 0.5}, {"method": "SM", "sparsity": 0.3}]
     assert "by magnitude, then pruned to 30% unstructured sparsity by SM; the error is" in card
+
+
+def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, tmp_path):
+    (tmp_path / "text.txt").write_text("import this\n" * 3000)
+    data = TextDataModule(str(tmp_path / "text.txt"), num_samples=3, sequence_length=24, seed=7)
+    callback = PruningCallback(method="magnitude", pattern="2:4")
+    Trainer(**quiet).predict(CausalLM(tiny_llama), datamodule=data, callbacks=callback)
+    found = callback.report.provenance
+    assert found["data"] == {
+        "source": "text.txt",
+        "files": [str(tmp_path / "text.txt")],
+        "samples": 3,
+        "sequence_length": 24,
+        "seed": 7,
+        "bos": "window",
+    }
+    assert found["command"] == command()
+    callback = PruningCallback(method="magnitude", pattern="2:4")
+    Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=callback)
+    found = callback.report.provenance["data"]
+    own = dict.fromkeys(("source", "files", "seed", "bos")) | {"samples": 8, "sequence_length": 16}
+    assert found == own
+    trainer, module = Trainer(**quiet), CausalLM(tiny_llama)
+    trainer.predict(module, datamodule=data)  # which the trainer remembers
+    callback = PruningCallback(method="magnitude", pattern="2:4")
+    trainer.predict(module, loader, callbacks=callback)
+    assert callback.report.provenance["data"] == own
+
+
+@pytest.mark.parametrize(
+    ("started", "told"),
+    [
+        (["-m", "mrp_lightning", "predict", "a b"], "python -m mrp_lightning predict 'a b'"),
+        (["/env/bin/mrp-lightning", "predict"], "mrp-lightning predict"),
+        (["own.py"], "python own.py"),
+        (["-c", "import this"], None),
+        ([], None),
+        (["-m", "ipykernel_launcher", "-f", "x.json"], None),
+    ],
+)
+def test_commands_are_as_they_would_be_typed(started, told, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/env/bin/python")
+    monkeypatch.setattr("sys.orig_argv", ["/env/bin/python3", *started])
+    assert command() == told
+
+
+def test_the_share_of_the_models_weights_is_told(llama, loader, quiet, caplog):
+    callback, model = MRPCallback(pattern="2:4", targets="mlp"), llama()
+    with caplog.at_level("INFO"):
+        Trainer(**quiet).predict(CausalLM(model), loader, callbacks=callback)
+    total = sum(p.numel() for p in model.parameters())
+    pruned = sum(p.numel() for n, p in model.named_parameters() if "mlp" in n)
+    totals = callback.report.totals
+    assert totals["model_weights"] == total
+    assert totals["share"] == pruned / total
+    assert f"{pruned / total:.0%} of the model's weights are in them" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["SM", "JM"])
+def test_at_most_twelve_calls_lead_from_the_callback_to_a_mask(
+    method, llama, loader, quiet, monkeypatch
+):
+    stacks, select = [], Problem.select
+
+    def seen(problem, scores, start):
+        stacks.append([f for f in traceback.extract_stack() if "/mrp_lightning/" in f.filename])
+        return select(problem, scores, start)
+
+    monkeypatch.setattr(Problem, "select", seen)
+    Trainer(**quiet).predict(llama(), loader, callbacks=[MRPCallback(pattern="2:4", method=method)])
+    # The first choice of the first layer; `Problem.select` itself, replaced above, is one more.
+    names = [frame.name for frame in stacks[0]]
+    assert len(names[names.index("on_predict_epoch_end") :]) + 1 <= 12, names
+
+
+TUNING = BlockTuning(epochs=2, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_all_of_it_together(precision, llama, loader, quiet, tmp_path):
+    module = CausalLM(llama())
+    callback = MRPCallback(
+        sparsity=0.6, target="dense", allocation="output", tuning=TUNING, save_dir=tmp_path / "run"
+    )
+    Trainer(precision=precision, **quiet).predict(module, loader, callbacks=[callback])
+    layers = [m for m in module.model.model.layers.modules() if isinstance(m, nn.Linear)]
+    zeros = sum(int((layer.weight == 0).sum()) for layer in layers)
+    # Tuning may round a kept weight to zero in bfloat16, and never makes a removed one come back.
+    assert zeros >= callback.report.totals["removed"]
+    assert callback.report.totals["sparsity"] == pytest.approx(0.6, abs=1e-4)
+    stored = json.loads((tmp_path / "run/pruning_report.json").read_text())
+    assert stored["config"]["target"] == "dense"
+    assert stored["config"]["tuning"]["epochs"] == 2
+    assert {"name", "sparsity", "error_before", "error_after", "epoch", "seconds"} == set(
+        stored["blocks"][0]
+    )
+    assert all("loss" in row["target"] for row in stored["layers"])
+    assert PruningReport.load(tmp_path / "run/pruning_report.json").blocks == callback.report.blocks
+    for parameter in module.parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is None
+        assert not parameter.is_inference()
+
+
+def test_a_predict_step_without_gradients_cannot_be_tuned(llama, loader, quiet, own):
+    class WithoutGradients(own):
+        @torch.no_grad()
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return super().predict_step(batch, batch_idx, dataloader_idx)
+
+    module = WithoutGradients(llama())
+    before = [p.clone() for p in module.parameters()]
+    callback = MRPCallback(pattern="2:4", tuning=True)
+    with pytest.raises(TargetError, match=r"`predict_step` runs under `torch\.no_grad`"):
+        pl.Trainer(callbacks=[callback], devices=1, **quiet).predict(module, loader)
+    assert all(map(torch.equal, module.parameters(), before))

@@ -8,15 +8,18 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from transformers import AutoModel, AutoModelForCausalLM
 
 from callbacks import MRPCallback, SaveEvaluation, SaveModel
 from export.to_sparse import main as to_sparse
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import OptionError, SaveError
+from mrp_lightning.errors import FormatError, OptionError, SaveError
 from mrp_lightning.journal.journal import Journal
-from mrp_lightning.loop.pruned_module import num_bytes
+from mrp_lightning.loop.pruned_module import num_bytes, save_trained
+from mrp_lightning.records import evaluation as records
 from mrp_lightning.storage import outputs
 from mrp_lightning.storage.files import MANIFEST
 
@@ -412,3 +415,130 @@ def test_other_loops_say_that_they_do_not_prune(llama, loader, quiet, caplog):
     trainer.predict(module, loader)
     trainer.test(module, loader, verbose=False)
     assert "prunes in `predict`" not in caplog.text
+
+
+def test_weights_are_stored_as_they_were_trained(llama, loader, quiet, tmp_path):
+    llama().bfloat16().save_pretrained(tmp_path / "bf16")
+    module = CausalLM(tmp_path / "bf16", dtype="float32")
+    save = SaveModel(tmp_path / "out")
+    pl.Trainer(max_steps=1, callbacks=[save], **quiet).fit(module, loader)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.dtype == torch.float32
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(tensor, module.model.state_dict()[name]), name
+    save = SaveModel(tmp_path / "asked", dtype="bfloat16")
+    pl.Trainer(max_steps=1, callbacks=[save], **quiet).fit(module, loader)
+    asked = load_file(tmp_path / "asked" / "model.safetensors")
+    assert {tensor.dtype for tensor in asked.values()} == {torch.bfloat16}
+
+
+def test_other_loops_of_its_trainer_go_on(llama, loader, quiet, tmp_path):
+    module = CausalLM(llama())
+    trainer = pl.Trainer(max_steps=1, callbacks=[SaveModel(tmp_path / "out")], **quiet)
+    trainer.fit(module, loader)
+    trainer.test(module, loader, verbose=False)
+    with pytest.raises(FileExistsError, match="`save_dir`"):
+        trainer.fit(module, loader)
+
+
+def test_predict_says_that_nothing_is_saved(llama, loader, quiet, tmp_path, caplog):
+    save = SaveModel(tmp_path / "out")
+    pl.Trainer(callbacks=[save], **quiet).predict(CausalLM(llama()), loader)
+    assert "SaveModel saves what `fit` trains; in `predict` it does nothing" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dtype_that_is_none_is_refused_before_training(llama, loader, quiet, tmp_path):
+    save = SaveModel(tmp_path / "out", dtype="int8")
+    trainer = pl.Trainer(max_steps=1, callbacks=[save], **quiet)
+    with pytest.raises(OptionError, match="`dtype` must be a floating type"):
+        trainer.fit(CausalLM(llama()), loader)
+    assert trainer.global_step == 0
+
+
+COMPANIONS = {
+    "preprocessor_config.json": '{"size": 1}',
+    "processor_config.json": '{"processor_class": "Own"}',
+    "1_Pooling/config.json": '{"pooling_mode_mean_tokens": true}',
+    "LICENSE": "free",
+    "tokenizer.model": "of another library",
+}
+
+
+@pytest.fixture
+def source(tiny_llama, tmp_path):
+    directory = shutil.copytree(tiny_llama, tmp_path / "source")
+    for name, text in COMPANIONS.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+    (directory / "evaluation.json").write_text("of the dense model")
+    return directory
+
+
+def held(directory):
+    texts = {name: directory / name for name in COMPANIONS}
+    return {name: path.read_text() for name, path in texts.items() if path.is_file()}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_they_are_saved_with_the_model(source, streaming, loader, quiet, tmp_path):
+    module = CausalLM(source, streaming=streaming)
+    prune = MRPCallback(sparsity=0.5, method="magnitude", save_dir=tmp_path / "pruned")
+    Trainer(**quiet).predict(module, loader, callbacks=[prune])
+    assert held(tmp_path / "pruned") == COMPANIONS
+    assert not (tmp_path / "pruned" / "evaluation.json").exists()
+    report = json.loads((tmp_path / "pruned" / "pruning_report.json").read_text())
+    assert COMPANIONS.keys() <= set(report["files"])
+
+    again = CausalLM(tmp_path / "pruned")  # a pruned model has them, and so has its training
+    save_trained(again, tmp_path / "tuned", dtype=again.model.dtype, overwrite=False, steps=1)
+    assert held(tmp_path / "tuned") == COMPANIONS
+
+
+def test_files_of_a_tokenizer_that_is_replaced_are_not_mixed_with_it(
+    source, tiny_llama, loader, quiet, tmp_path
+):
+    module = CausalLM(source, tokenizer=tiny_llama)
+    prune = MRPCallback(sparsity=0.5, method="magnitude", save_dir=tmp_path / "pruned")
+    Trainer(**quiet).predict(module, loader, callbacks=[prune])
+    of_others = {name: text for name, text in COMPANIONS.items() if name != "tokenizer.model"}
+    assert held(tmp_path / "pruned") == of_others
+
+
+def test_results_of_several_runs_come_together(llama, quiet, windows, tmp_path):
+    lm = CausalLM(llama())
+    trainer = Trainer(**quiet, callbacks=SaveEvaluation(str(tmp_path / "run")))
+    trainer.test(lm, {"c4": DataLoader(windows), "ptb": DataLoader(windows[:3])}, verbose=False)
+    first = lm.evaluation
+    trainer.test(lm, {"ptb": DataLoader(windows[3:])}, verbose=False)
+    found = records.read(tmp_path / "run").perplexity
+    assert found == {"c4": first["c4"], "ptb": lm.evaluation["ptb"]}
+    assert found["ptb"]["windows"] == 5
+    assert found["c4"]["tokens"] == 8 * 15
+
+
+def test_nothing_is_written_by_a_rehearsal_or_by_other_loops(llama, quiet, windows, tmp_path):
+    lm, loader = CausalLM(llama()), DataLoader(windows)
+    save = SaveEvaluation(str(tmp_path / "run"))
+    Trainer(**quiet, callbacks=save, fast_dev_run=True).test(lm, loader, verbose=False)
+    Trainer(**quiet, callbacks=save).validate(lm, loader, verbose=False)
+    Trainer(**quiet, callbacks=save).predict(lm, loader)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_recorded_is_refused_before_the_work(llama, quiet, windows, tmp_path):
+    class Other(LightningModule):
+        def test_step(self, batch, batch_idx):
+            raise AssertionError("tested")
+
+    trainer = Trainer(**quiet, callbacks=SaveEvaluation(str(tmp_path)))
+    with pytest.raises(TypeError, match="`SaveEvaluation` needs a CausalLM. Got Other"):
+        trainer.test(Other(), DataLoader(windows), verbose=False)
+    (tmp_path / records.NAME).write_text("not JSON")
+    lm = CausalLM(llama())
+    with pytest.raises(FormatError, match="is not JSON"):
+        trainer.test(lm, DataLoader(windows), verbose=False)
+    file = tmp_path / records.NAME
+    with pytest.raises(FileExistsError, match="`save_dir` .*: expected a directory"):
+        Trainer(**quiet, callbacks=SaveEvaluation(file)).test(lm, DataLoader(windows))
+    assert lm.evaluation == {}

@@ -1,12 +1,14 @@
 """Every family of lab/benchmarks/families.py against its own full forward, on tiny models."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import batches, build, runner
 from full_forwards import CheckedRun, prune_and_compare
+from models import COLUMNS, row
 from tiny_configs import FAMILIES
 from torch import Tensor, nn
 
@@ -154,3 +156,26 @@ def test_the_tiny_models_are_built_alike_every_time():
     batch = batches("gpt_oss")[0]
     logits: list[Tensor] = [runner(model)(batch).logits for model in (first, second)]
     assert torch.equal(*logits)
+
+
+PAGE = (Path(__file__).parents[2] / "lab" / "results" / "models.md").read_text()
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("|")
+]
+
+
+def test_the_page_has_all_families():
+    assert TABLE[0] == COLUMNS
+    assert [line[0] for line in TABLE[2:]] == list(FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "t5"])
+def test_a_row_is_what_a_run_gives(family):
+    (shown,) = [line for line in TABLE if line[0] == family]
+    *pruned, error = row(family)
+    assert shown[:-1] == pruned
+    # The last bits are those of the machine.
+    assert float(error) <= 1e-5
+    assert float(shown[-1]) <= 1e-5

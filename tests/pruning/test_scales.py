@@ -44,7 +44,6 @@ def test_gradients_and_weights_are_those_of_scales(grid):
     with torch.no_grad():
         master += 0.004 * torch.randn(master.shape, generator=generator)
     tuned.write()
-    assert not master.grad.any()
     now, _, fits = fit_groups(grid, layer.weight)
     assert fits.all()
     assert torch.equal(now.float(), codes)

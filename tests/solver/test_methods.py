@@ -1,16 +1,18 @@
+import dataclasses
+import inspect
 from typing import ClassVar
 
 import pytest
 import torch
 
 from mrp_lightning import prune_weight
-from mrp_lightning.errors import MethodError
+from mrp_lightning.errors import MethodError, OptionError, PatternError
 from mrp_lightning.solver.arguments import MASK_NAMES
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Mask
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.solver.pruning import prune
-from mrp_lightning.solver.recipe import MASKS, NAMED, Method, Recipe, parse_method
+from mrp_lightning.solver.recipe import MASKS, NAMED, LayerSettings, Method, Recipe, parse_method
 
 COMPENSATIONS = ("none", "S", "M", "SM")
 PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in COMPENSATIONS]
@@ -168,3 +170,51 @@ def test_a_new_mask_needs_nothing_but_itself(problem, truth, compensation):
     if "M" in compensation:
         best = truth.exact_optimum(weight, truth.damped(hessian), solution.pruned)
         torch.testing.assert_close(solution.weight.double(), best, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["SS", "SM", "MM", "S+none"])
+def test_blocks_may_not_split_groups(name):
+    with pytest.raises(PatternError, match=r"`block_size` must be a multiple of 4 .* got 30"):
+        Recipe.of(method=name, pattern="2:4", block_size=30)
+
+
+@pytest.mark.parametrize("block_size", [0, -4, 2.5, "128", True])
+@pytest.mark.parametrize("method", ["SM", "magnitude"])
+def test_a_block_size_is_a_positive_integer_or_none(method, block_size):
+    with pytest.raises(OptionError, match="`block_size` must be a positive number of columns"):
+        Recipe.of(method=method, sparsity=0.5, block_size=block_size)
+
+
+@pytest.mark.parametrize("damping", [-0.1, float("nan"), float("inf"), "0.01", True, None])
+def test_damping_is_a_finite_number(damping):
+    with pytest.raises(OptionError, match="`damping` must be a finite number ≥ 0; got"):
+        Recipe.of(method="magnitude", pattern="2:4", damping=damping)
+
+
+@pytest.mark.parametrize("tolerance", [0, -1e-6, float("nan"), float("inf"), "1e-6", True])
+@pytest.mark.parametrize("method", ["SM", "SS"])
+def test_tolerance_is_positive_whatever_the_method(method, tolerance):
+    with pytest.raises(OptionError, match="`tolerance` must be a finite number > 0; got"):
+        Recipe.of(method=method, pattern="2:4", tolerance=tolerance)
+
+
+def test_a_changed_recipe_is_checked_again():
+    recipe = Recipe.of(method="MM", pattern="2:4")
+    with pytest.raises(MethodError, match="not defined for unstructured"):
+        dataclasses.replace(recipe, pattern=Unstructured(0.5))
+    with pytest.raises(OptionError, match="`damping`"):
+        dataclasses.replace(recipe, damping=-1)
+
+
+def test_the_tolerance_is_that_of_the_exact_compensation():
+    recipe = Recipe.of(method="SM", pattern="2:4", tolerance=1e-3)
+    assert recipe.method.compensation.tolerance == 1e-3
+
+
+def test_prune_weight_takes_the_settings_of_a_layer():
+    """It spells them out, since they are its public signature."""
+    spelled = inspect.signature(prune_weight).parameters
+    for field in dataclasses.fields(LayerSettings):
+        if field.name not in ("method", "head_grid"):
+            parameter = spelled[field.name]
+            assert (parameter.annotation, parameter.default) == (field.type, field.default)

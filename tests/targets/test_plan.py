@@ -9,7 +9,8 @@ from torch import nn
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.grid import GRIDS
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.targets.blocks import alike, find_blocks, matches
+from mrp_lightning.targets import blocks
+from mrp_lightning.targets.blocks import alike, find_blocks, matches, refuse_not_finite
 from mrp_lightning.targets.layers import Conv1D
 from mrp_lightning.targets.plan import Plan, make_plan
 
@@ -326,3 +327,21 @@ def test_routers_are_what_chooses_experts(stacked):
         f"layers.{block}.{name}" for block in (0, 1) for name in routers
     ]
     assert {"layers.0.kv_proj", "layers.1.kv_proj"} <= {*names(plan)}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (23,), (11, 4), (3, 50), (5, 2, 3)], ids=str)
+def test_all_parts_are_counted(shape, monkeypatch):
+    monkeypatch.setattr(blocks, "_VALUES_AT_ONCE", 8)
+    sizes, ask = [], torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda part: sizes.append(part.numel()) or ask(part))
+    values = torch.zeros(shape)
+    refuse_not_finite([], [("w", nn.Parameter(values))])
+    row = values[0].numel() if values.ndim and len(values) else 1
+    assert sum(sizes) == values.numel()
+    assert max(sizes) <= max(8, row)
+    if not values.numel():
+        return
+    values.view(-1)[:: max(1, values.numel() - 1)] = torch.nan  # the first and the last one
+    count = min(2, values.numel())
+    with pytest.raises(TargetError, match=rf"^NaN or Inf in 1 parameter(?s:.*)\n  w: {count}$"):
+        refuse_not_finite([], [("w", nn.Parameter(values))])
