@@ -298,15 +298,12 @@ def _output(options: Namespace, suffix: str) -> Path:
 
 
 def convert(options: Namespace) -> Report:
-    """Export a checkpoint, compare the result with its source, and print and return the report.
-
-    The options are those of `export/to_sparse.py`.
+    """Export a checkpoint by the options of `export/to_sparse.py`; print and return the report.
 
     Raises:
-        PatternError: The checkpoint lacks the pattern or the grid; see `choose_layers` and
-            `choose_compressed`.
+        PatternError, FileNotFoundError, FormatError, TargetError: See `open_checkpoint`,
+            `choose_layers` and `choose_compressed`.
         ParityError: The export differs from its source; a new one is removed.
-        FileNotFoundError, FormatError, TargetError: See `open_checkpoint` and `choose_layers`.
         DataError: See `text_windows`.
         OptionError: Options contradict each other, the source or this machine.
         FileExistsError: The output exists.

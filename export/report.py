@@ -127,7 +127,8 @@ class ExportReport:
             results = _parity_rows(self.parity)
             console.print(_table("Parity with the source", ("comparison", "result"), results))
         if self.speed:
-            console.print(_table("Speed as CUDA graphs", COLUMNS, rows(self.speed)))
+            title = "Speed as CUDA graphs, prefill after `compress()`"
+            console.print(_table(title, COLUMNS, rows(self.speed)))
         for note in self.notes:
             console.print(note)
 

@@ -102,16 +102,11 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
             "them would be lost. Set it to false."
         )
     first = weights.get(parameters[0]) or weights[parameters[1]]
-    other_tensors = {stored for stored, _ in weights.values()} - {first[0]}
-    rows, columns = first[1].shape
-    return HeadChoice(
-        head.name,
-        head.table,
-        (first[0], *other_tensors),
-        first[0] if parameters[0] in weights else parameters[0],
-        (rows, columns),
-        first[1].dtype,
-    )
+    others = {stored for stored, _ in weights.values()} - {first[0]}
+    target = first[0] if parameters[0] in weights else parameters[0]
+    shape = (first[1].shape[0], first[1].shape[1])
+    dtype = first[1].dtype
+    return HeadChoice(head.name, head.table, (first[0], *others), target, shape, dtype)
 
 
 def write_packed(

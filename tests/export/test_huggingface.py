@@ -185,11 +185,6 @@ def test_names_that_the_model_lacks_are_refused(packed):
         export.load(packed)
 
 
-def test_load_needs_a_model_directory(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        export.load(tmp_path)
-
-
 def test_import_export_teaches_transformers_that_refused_before(exports, tmp_path):
     packed = exports("packed", tmp_path).packed
     code = (
