@@ -21,33 +21,13 @@ SHARED = (
 
 ORDER = {
     "mrp_lightning": (
-        "upstream",
-        "storage",
-        "solver",
-        "text",
-        "embedded",
-        "models",
-        "targets",
-        "records",
-        "calibration",
-        "journal",
-        "narrowing",
-        "pruning",
-        "loop",
-        "data",
-        "distillation",
-        "callbacks",
-        "commands",
-        "experiments",
+        *("upstream", "storage", "solver", "text", "embedded", "models", "targets"),
+        *("records", "calibration", "journal", "narrowing", "pruning", "loop", "data"),
+        *("distillation", "callbacks", "commands", "experiments"),
     ),
     "mrp_ground": ("errors", "arguments", "json_files", "environment", "upstream"),
     "mrp_sparse": ("formats", "kernels", "vllm"),
-    "export": (
-        "loading",
-        "conversion",
-        "speed",
-        "gguf",
-    ),
+    "export": ("loading", "conversion", "speed", "gguf"),
     "callbacks": (),
 }
 """A folder, or a module, imports only from itself and from those before it."""

@@ -132,47 +132,38 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
     assert files == (here - sources) | {built}
 
 
-def test_the_wheel_has_compiled_kernels_and_needs_no_compiler(
-    wheels, runtime, tmp_path, monkeypatch
+@pytest.mark.usefixtures("short_library")
+def test_the_runtime_has_compiled_kernels_and_loads_a_packed_model_by_itself(
+    wheels, runtime, tiny_llama, tmp_path, monkeypatch
 ):
+    """It needs no compiler, and neither has nor needs what prunes."""
     monkeypatch.chdir(tmp_path)
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheels["mrp_sparse"].name)
-    code = (
-        "import torch; from mrp_sparse.formats import bitmask;"
-        "from mrp_sparse.kernels import library, operator;"
-        "weight = torch.eye(8, 40).bfloat16(); values, bits = bitmask.pack(weight);"
-        "x = torch.arange(120.0).view(3, 40).bfloat16(); offsets = bitmask.row_offsets(bits);"
-        "y = operator.linear_bitmask(x, values, bits, offsets, None);"
-        "print(library.load(), torch.equal(y, x[:, :8]), library.__file__)"
-    )
-    loaded, is_right, file = run(runtime, "-c", code).split()
-    assert (loaded, is_right) == ("True", "True")
+    prune_weights(tiny_llama, Path("pruned"))
+    to_sparse(["pruned", "--out", "packed"])
+    code = """
+import json, sys
+unwanted = ("mrp_lightning", "lightning", "jsonargparse", "rich", "pydantic")
+sys.modules.update(dict.fromkeys(unwanted))  # an import of these fails
+import mrp_sparse, torch
+from mrp_sparse.formats import bitmask
+from mrp_sparse.kernels import library, operator
+from transformers import AutoModelForCausalLM
+weight, x = torch.eye(8, 40).bfloat16(), torch.arange(120.0).view(3, 40).bfloat16()
+values, bits = bitmask.pack(weight)
+y = operator.linear_bitmask(x, values, bits, bitmask.row_offsets(bits), None)
+model = AutoModelForCausalLM.from_pretrained("packed")
+layers = sum(isinstance(m, mrp_sparse.Sparse24Linear) for m in model.modules())
+written = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
+print(json.dumps([library.load(), torch.equal(y, x[:, :8]), library.__file__, layers, written]))
+"""
+    loaded, is_right, file, layers, written = json.loads(run(runtime, "-c", code))
+    assert (loaded, is_right) == (True, True)
     assert Path(file).is_relative_to(runtime.parents[1])
-
-
-@pytest.mark.usefixtures("short_library")
-def test_the_runtime_loads_a_packed_model_by_itself(runtime, tiny_llama, tmp_path):
-    """It neither has nor needs what prunes: without these packages the model loads and writes."""
-    packed = tmp_path / "packed"
-    pruned = tmp_path / "pruned"
-    prune_weights(tiny_llama, pruned)
-    to_sparse([str(pruned), "--out", str(packed)])
-    code = (
-        "import sys\n"
-        "unwanted = ('mrp_lightning', 'lightning', 'jsonargparse', 'rich', 'pydantic')\n"
-        "sys.modules.update(dict.fromkeys(unwanted))\n"  # an import of these fails
-        "import mrp_sparse, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        f"model = AutoModelForCausalLM.from_pretrained({str(packed)!r})\n"
-        "print(sum(isinstance(m, mrp_sparse.Sparse24Linear) for m in model.modules()))\n"
-        "written = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)\n"
-        "print(written[0].tolist())"
-    )
-    layers, written = run(runtime, "-c", code).splitlines()
-    model = AutoModelForCausalLM.from_pretrained(pruned)
+    model = AutoModelForCausalLM.from_pretrained("pruned")
     expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
-    assert int(layers) == sum(name.endswith("proj") for name, _ in model.named_modules())
-    assert json.loads(written) == expected[0].tolist()
+    assert layers == sum(name.endswith("proj") for name, _ in model.named_modules())
+    assert written == expected[0].tolist()
 
 
 def test_the_wheel_prunes_and_packs_in_another_directory(python, tiny_llama, tmp_path, monkeypatch):
