@@ -52,23 +52,18 @@ def without_bars() -> Iterator[None]:
 ABSENT_DEVICES = ("GPU available: False", "TPU available: False", "HPU available: False")
 """Parts of Lightning's messages on accelerators that this machine lacks."""
 
-_HUB_SECONDS = 3
-"""Seconds that the hub has to answer."""
-_ANSWER_SECONDS = 60
-"""The most seconds for which an answer of the hub, or its absence, is cached."""
-
 
 def why_no_hub() -> str | None:
     """Return why the hub cannot be reached, `None` if it can be.
 
     Libraries that load from the hub retry each file for half a minute; here a single request
-    decides, whose answer is cached for up to a minute.
+    decides, of at most three seconds, whose answer is cached for up to a minute.
     """
     import huggingface_hub
 
     if huggingface_hub.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    return _ask_hub(int(time.monotonic() / _ANSWER_SECONDS))
+    return _ask_hub(int(time.monotonic() / 60))
 
 
 @lru_cache(maxsize=1)
@@ -76,7 +71,7 @@ def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for 
     from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+        get_session().head(constants.ENDPOINT, timeout=3)
     except Exception as error:  # of many types: no name, no route, no certificate
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None

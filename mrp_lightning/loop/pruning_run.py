@@ -190,9 +190,7 @@ class Run:
     def capture(self) -> None:
         """Store the batches of the loop, and run the model on them up to the first block alone.
 
-        Raises:
-            Interrupted: SIGTERM arrived after the trainer's handler was installed, after which only
-                the trainer's loops check for it.
+        An earlier SIGTERM, for which only the trainer's loops check, raises an `Interrupted`.
         """
         self._changes.close()
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:

@@ -85,10 +85,16 @@ def _check_shape(name: str, value: Any, ids: Tensor, content: str) -> None:
 def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
     """Raise a DataError for token ids outside a model's vocabulary, unless it is multimodal.
 
-    `purpose` is that of the batch, such as "calibration", for the message.
+    Multimodal models may mark images by such ids. `purpose` is that of the batch, for the message.
     """
-    table = _embedding(model)
-    if table is None or not ids.numel():
+    # The configuration of a multimodal model holds that of its text part, another object.
+    if not ids.numel() or text_config(model.config) is not model.config:
+        return
+    try:
+        table = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # the model reads no text
+        return
+    if not isinstance(table, Tensor) or table.ndim != 2:
         return
     # On a GPU an index outside of the embedding fails in an asynchronous kernel, whose error names
     # no token. Both ends come from one pass over the ids.
@@ -100,21 +106,6 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
             f"{len(table)} tokens, 0 to {len(table) - 1}: they come from another tokenizer. Make "
             "them with the model's own (`tokenizer`)."
         )
-
-
-def _embedding(model: PreTrainedModel) -> Tensor | None:
-    """Return the embedding (vocabulary, features), `None` for a model that reads no text.
-
-    Multimodal models, which may mark images by ids outside of the vocabulary, also give `None`.
-    """
-    # The configuration of a multimodal model holds that of its text part, another object.
-    if text_config(model.config) is not model.config:
-        return None
-    try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)
-    except NotImplementedError:
-        return None
-    return weight if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def token_ids(batch: Any) -> Tensor | None:

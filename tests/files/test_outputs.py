@@ -1,16 +1,15 @@
 """A directory is written aside, and moved into place when it is whole; no crash costs anything."""
 
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty import at_call, changed, die, in_child
 from owned_files import OURS, content, make, put
+from warm import Piped
 
 from mrp_lightning.storage import files, outputs
 from mrp_lightning.storage.files import MANIFEST, save_text
@@ -106,17 +105,9 @@ for number in range(count):
 """
 
 
-def writer(target: Path, name: str, count: int, delay: float) -> subprocess.Popen[str]:
+def writer(*options: Any) -> Piped:
     """A process that replaces a directory, and is slow to rename."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(target), name, str(count), str(delay)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert process.stdout is not None
-    return process
+    return Piped(["-c", WRITER, *options])
 
 
 def test_a_second_writer_waits_for_the_first(tmp_path):
@@ -135,7 +126,7 @@ def test_a_second_writer_waits_for_the_first(tmp_path):
 
 def test_two_writers_at_once_lose_nothing(tmp_path):
     writers = [writer(tmp_path / "model", name, 12, 0) for name in ("a", "b")]
-    ended = [process.communicate(timeout=120) for process in writers]
+    ended = [process.communicate() for process in writers]
     assert [process.returncode for process in writers] == [0, 0], ended
     assert content(tmp_path) == ["model", "model/whole"]
     assert (tmp_path / "model" / "whole").read_text() in ("a 11", "b 11")

@@ -53,3 +53,20 @@ def test_what_needs_all_weights_is_refused(tiny_llama, tmp_path):
     for source in (in_memory.model, in_memory.model.config):
         with pytest.raises(OptionError, match="`model` to be a directory or hub id"):
             CausalLM(source, streaming=True)
+
+
+@pytest.mark.gpu
+def test_offload_keeps_blocks_off_the_device(tiny_llama):
+    loader = DataLoader(torch.randint(1, 2048, (10, 12)), batch_size=4)
+    lm = CausalLM(tiny_llama, offload=True)
+    places: list[str] = []
+    first, last = lm.model.model.layers
+    last.register_forward_pre_hook(
+        lambda *_: places.extend(p.device.type for p in first.parameters())
+    )
+    (logged,) = Trainer(**QUIET | {"accelerator": "cuda"}).test(lm, loader, verbose=False)
+    (expected,) = Trainer(**QUIET | {"accelerator": "cuda"}).test(
+        CausalLM(tiny_llama), loader, verbose=False
+    )
+    assert set(places) == {"cpu"}
+    assert logged["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

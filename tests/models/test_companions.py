@@ -67,9 +67,10 @@ def test_links_to_elsewhere_are_named_and_not_copied(directory, tmp_path, caplog
 
 
 def test_files_that_were_written_are_not_replaced(directory, tmp_path):
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "config.json").write_text("ours")
-    find_companions(directory).copy_to(tmp_path / "copy", without={"LICENSE"})
-    assert (tmp_path / "copy" / "config.json").read_text() == "ours"
-    assert not (tmp_path / "copy" / "LICENSE").exists()
-    assert (tmp_path / "copy" / "1_Pooling" / "config.json").is_file()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text("ours")
+    find_companions(directory).copy_to(copy, without={"LICENSE"})
+    assert (copy / "config.json").read_text() == "ours"
+    assert not (copy / "LICENSE").exists()
+    assert (copy / "1_Pooling" / "config.json").is_file()

@@ -9,16 +9,13 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.models.loading import load_model
 
 
-def write_index(directory, name):
-    (directory / "model.safetensors").rename(directory.parent / "model-00001.safetensors")
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize("above", ["..", "sub/../..", None])
 def test_an_index_names_files_of_its_directory_only(checkpoint, above):
     directory = checkpoint()
-    write_index(directory, f"{above or directory.parent}/model-00001.safetensors")
+    (directory / "model.safetensors").rename(directory.parent / "model-00001.safetensors")
+    name = f"{above or directory.parent}/model-00001.safetensors"
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": name}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     for read in (lambda: load_model(str(directory), None), lambda: open_checkpoint(directory)):
         with pytest.raises(FormatError, match="names files outside of its directory"):
             read()
