@@ -1,12 +1,12 @@
 r"""The perplexity that rounding activations to 8 bits costs, by how many columns share a scale.
 
-    python lab/benchmarks/activations.py MODEL… [--text FILE.txt]
+    python lab/benchmarks/activations.py MODEL… [--text FILE.txt] [--windows 40]
 
 METHOD. Each model is evaluated in float32 as it is, and with the inputs of all linear layers but
 the head rounded to whole numbers from −127 to 127, with one scale for each token, and one for each
 token and 64 columns. The weights are those of the files, multiplied densely: kernels take no part.
-Perplexity is that of the first 40 windows of 512 tokens of a text: Python's standard library, or
-that of `--text`.
+Perplexity is that of the first windows of 512 tokens of a text: Python's standard library, or that
+of `--text`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_sparse.formats import eight_bit
 
-WINDOWS, BATCH = 40, 4
+BATCH = 4
 WIDTHS: dict[str, int | None] = {"one a token": None, "one for 64 columns": 64}
 """Columns that share a scale; None is all."""
 
@@ -33,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="+", help="directories or GGUF files")
     parser.add_argument("--text", default="stdlib", help="a file of text")
+    parser.add_argument("--windows", type=int, default=40, help="a multiple of 4")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"| model | not rounded | {' | '.join(WIDTHS)} |\n|{' --- |' * (2 + len(WIDTHS))}")
@@ -44,10 +45,11 @@ def main() -> None:
             batch_size=BATCH,
             tokenizer=module.tokenizer,
         )
-        plain = perplexity(module, text)
+        batches = options.windows // BATCH
+        plain = perplexity(module, text, batches)
         cells = [f"{plain:.3f}"]
         for width in WIDTHS.values():
-            found = perplexity(module, text, partial(rounded, width=width))
+            found = perplexity(module, text, batches, partial(rounded, width=width))
             cells.append(f"{found:.3f} ({found / plain - 1:+.2%})")
         print(f"| {Path(name).name} | {' | '.join(cells)} |", flush=True)
 
@@ -61,7 +63,10 @@ def rounded(x: Tensor, width: int | None) -> Tensor:
 
 
 def perplexity(
-    module: CausalLM, text: TextDataModule, change: Callable[[Tensor], Tensor] | None = None
+    module: CausalLM,
+    text: TextDataModule,
+    batches: int,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> float:
     """Return the perplexity of a model, with `change` applied to the inputs of its layers."""
     model: Any = module.model
@@ -74,7 +79,7 @@ def perplexity(
     handles = [layer.register_forward_pre_hook(before) for layer in layers]
     trainer = Trainer(
         accelerator="cpu",
-        limit_test_batches=WINDOWS // BATCH,
+        limit_test_batches=batches,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.platforms import current_platform
 
 from mrp_ground.errors import FormatError, first_line
 from mrp_sparse.formats.bitmask import BITMASK
@@ -170,6 +171,8 @@ class PackedConfig(QuantizationConfig):
 
     def _packed_method(self) -> PackedMethod:
         options = [] if self.activations is None else [True]
+        if options and not current_platform.is_cpu():
+            log.warning_once("Activations are not rounded: on this device bitmasks are made dense.")
         return PackedMethod(self.form, *options)
 
     def _method_of_vocabulary(self, layer: nn.Module, prefix: str) -> Any:

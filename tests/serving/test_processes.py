@@ -32,13 +32,17 @@ def test_experts_stay_dense(root, packed):
     assert (sparse.log_probs - dense.log_probs).abs().mean() < 0.02
 
 
-@pytest.mark.parametrize("form", ["bitmask", "bitmask4"])
-def test_two_workers_share_the_packed_tensors(form, half, root, packed, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("bitmask", ()), ("bitmask4", ()), ("bitmask4", ("--activations", "int8"))],
+    ids=["bitmask", "bitmask4", "rounded"],
+)
+def test_two_workers_share_the_packed_tensors(form, options, half, root, packed, monkeypatch):
     source = half if form == "bitmask" else embedded(root / "four-bits", four_bits)
     directory = packed(source, form)
     # The embedded model has 704 columns, of which half is a multiple of 8, but not of 64.
     if form == "bitmask4":
-        directory = packed(source, form, "--skip", "*.down_proj")
+        directory = packed(source, form, *options, "--skip", "*.down_proj")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     (shared,) = scores_elsewhere([directory], text(), **two)

@@ -428,6 +428,8 @@ MRP_VNNI void multiply_panel_vnni(
       const int16_t* corrections = x[t * groups].corrections;
       products[t] = _mm512_set1_epi32(corrections[0] + corrections[1]);
     }
+    // A loop of one step would copy all sums, twice.
+#pragma GCC unroll 16
     for (int64_t step = 0; step < STEPS; step++) {
       const __m512i rows = _mm512_loadu_si512(panel->codes[step]);
 #pragma GCC unroll 8
