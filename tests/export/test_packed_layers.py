@@ -101,10 +101,11 @@ OPERATORS: dict[Any, tuple[Any, tuple[str, ...]]] = {
 
 def test_the_operator_follows_the_rules_of_torch(layer, linear):
     operator, names = OPERATORS[type(layer)]
-    for shape in ((3,), (2, 3)):
-        x = torch.randn(*shape, linear.in_features, requires_grad=len(shape) > 1)
-        torch.library.opcheck(operator, (x, *(getattr(layer, name) for name in names)))
-        layer.bias = None
+    x = torch.randn(2, 3, linear.in_features, requires_grad=True)
+    torch.library.opcheck(operator, (x, *(getattr(layer, name) for name in names)))
+    layer.bias = None
+    arguments = (x[0, 0].detach(), *(getattr(layer, name) for name in names))
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @with_and_without_bias
