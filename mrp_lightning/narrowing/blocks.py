@@ -71,14 +71,7 @@ def shortening_plan(model: nn.Module, sparsity: float, plan: Plan) -> Shortening
             f"{'none' if count == 0 else 'all'} of {number} blocks. Give at least "
             f"{1 / number:.3g} and at most {1 - 1 / number:.3g}."
         )
-    shortened = ShorteningPlan(
-        blocks=plan.blocks,
-        layers=plan.layers,
-        outside=[],
-        skipped=plan.skipped,
-        count=count,
-        model=model,
-    )
+    shortened = ShorteningPlan(**vars(plan) | {"outside": []}, count=count, model=model)
     # Without its first block, every other one moves by one place: if all stay what they are, none
     # depends on its number.
     _renumbered(shortened, [0])
