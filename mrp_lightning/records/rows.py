@@ -83,9 +83,10 @@ class LayerReport:
             the λ of the requested damping, and `None` where whole experts are removed.
         iterations: The number of conjugate gradient iterations of the exact compensation, `None`
             for other methods.
-        gap: The certified distance of the damped loss to its optimum for the removed weights,
-            relative to that optimum, before a cast to a narrower dtype and before the grid;
-            `None` for methods that do not seek the optimum.
+        gap: A certified bound of (L − L*) / L for the damped loss L and its optimum L* for the
+            removed weights, before a cast to a narrower dtype and before the grid; of whole columns
+            (L − L*) / L*, which is computed exactly. `None` for methods that do not seek the
+            optimum.
         seconds: The wall-clock time that pruning the layer took. The first of the layers that share
             an input pays for preparing the Hessian; with a grid, each has a share by its number of
             weights.

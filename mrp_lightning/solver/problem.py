@@ -126,9 +126,10 @@ class Quality:
         damping_ratio: λ as a fraction of the mean diagonal of H: the given damping, or the value to
             which it had to be raised. `None` if there is no H.
         iterations: The number of conjugate gradient iterations; `None` for methods without.
-        gap: The certified relative distance of the damped loss to the optimal one for the removed
-            weights, before a cast to a narrower dtype, and before the weights are put on a grid
-            (`bits` or `grid`); `None` for methods that do not seek the optimum.
+        gap: A certified bound of (L − L*) / L for the damped loss L and its optimum L* for the
+            removed weights, before a cast to a narrower dtype and before the weights are put on a
+            grid (`bits` or `grid`); of `prune_columns` (L − L*) / L*, which is computed exactly.
+            `None` for methods that do not seek the optimum.
         dead_inputs: The number of columns whose input was always zero; `None` if there is no H.
         target_loss: `loss` with δ measured from the target weight; `None` if the target is the
             weight itself.
