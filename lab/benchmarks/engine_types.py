@@ -37,7 +37,10 @@ from callbacks import PruningCallback
 from export import to_gguf, to_sparse
 from mrp_ground.environment import machine
 from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.commands.distillation import distil
 from mrp_lightning.commands.quiet import quiet_lightning
+from mrp_lightning.distillation.module import Distillation
+from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.records.report import PruningReport
@@ -89,12 +92,17 @@ multiples of 256; llama.cpp's types fall back in the same way."""
 HEADS = ("q4_0", "iq4_nl", "q5_0")
 """The grids on which a second run puts head and embedding of `OF_HEADS`, in place of q8_0."""
 OF_HEADS = "IQ4_NL, dense target"
-PACKED: dict[str, dict[str, Any]] = {
-    "50%, dense target": {"sparsity": 0.5, **_DENSE},
-    "50% and 4 bits, dense target": {"sparsity": 0.5, "bits": 4, **_DENSE},
-    "W4A16 in 64, dense target": {"grid": "int4-g64", **_DENSE},
+_HALF, _HALF_IN_4 = {"sparsity": 0.5, **_DENSE}, {"sparsity": 0.5, "bits": 4, **_DENSE}
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "50%, dense target": ("dense", _HALF),
+    "50% and 4 bits, dense target": ("dense", _HALF_IN_4),
+    "50%, dense target, distilled": ("50%, dense target", {}),
+    "50% and 4 bits, dense target, distilled": ("50%, dense target, distilled", _HALF_IN_4),
+    "W4A16 in 64, dense target": ("dense", {"grid": "int4-g64", **_DENSE}),
 }
-"""Runs whose files are packed checkpoints."""
+"""Runs whose files are packed checkpoints, each of a model before it; `{}` is distilled."""
+TOKENS = 500_000
+"""The tokens of a distillation, half of them the dense model's own text."""
 THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q2_K imatrix", "Q3_K_S imatrix")
 THEIRS += ("Q3_K_M imatrix", "Q4_K_M imatrix", "Q5_0 imatrix")
 
@@ -306,13 +314,23 @@ def packed(comparison: Comparison) -> None:
 
     size = f"{weights(dense) / 2**20:.1f}"
     comparison.add("dense", "bfloat16", size, f"{comparison.best:.3f}", "", "")
-    for name, settings in PACKED.items():
-        run = directory(options, name.replace("%", ""))
+    for name, (source, settings) in PACKED.items():
+        run, start = (directory(options, x.replace("%", "")) for x in (name, source))
         out = run.with_name(f"{run.name}-packed")
         spent = run.with_suffix(".json")
         if not run.exists():
-            seconds = quantise(dense, run, settings, comparison.calibration, options.method)
-            spent.write_text(json.dumps(seconds))
+            begin = time.process_time()
+            if settings:
+                quantise(start, run, settings, comparison.calibration, options.method)
+            else:
+                distil(
+                    Distillation(start, dense, dtype="float32", teacher_dtype="float32"),
+                    DistillationText(options.calibration, tokens=TOKENS, batch_size=2),
+                    run,
+                    dtype="bfloat16",
+                    unfinished=run.with_suffix(".partial"),
+                )
+            spent.write_text(json.dumps(time.process_time() - begin))
         if not out.exists():
             to_sparse.main([str(run), "--out", str(out)])
         model = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32)
