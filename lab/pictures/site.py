@@ -97,6 +97,8 @@ FILES = {
     ("llama.cpp", "Q8_0"): ("Q8_0", 9, 5, "left"),
     ("packed", "50%, dense target"): ("50%", 9, 0, "left"),
     ("packed", "50% and 4 bits, dense target"): ("50%, 4 bits", 9, 0, "left"),
+    ("packed", "50%, dense target, distilled"): ("50%, distilled", -9, 0, "right"),
+    ("packed", "50% and 4 bits, dense target, distilled"): ("50%, 4 bits, distilled", 9, 0, "left"),
     ("packed", "W4A16 in 64, dense target"): ("W4A16", 9, 1, "left"),
     ("PyTorch int4", "nearest, groups of 64"): ("int4, nearest", 9, 0, "left"),
 }
