@@ -1,11 +1,11 @@
 """Packed products of one to hundreds of tokens on a CPU, beside those of dense weights.
 
-    python lab/benchmarks/many_tokens.py --threads 1 2 >> lab/results/cpu.md
+    python lab/benchmarks/many_tokens.py --threads 1 2 [--dtype float32] >> lab/results/cpu.md
 
-Dense is `torch.nn.functional.linear` in bfloat16; packed are weights with 50% zeros, and the same
-with four bits, both without rounded activations. Weights are random. Each contestant has copies
-that are larger than any cache, which are read in turn; contestants take turns, round after round. A
-time is the median of the rounds; above 1 is a product that is faster than the dense one.
+Dense is `torch.nn.functional.linear`; packed are weights with 50% zeros, the same with four bits,
+and these times activations that are rounded to 8 bits. Weights are random. Each contestant has
+copies that are larger than any cache, which are read in turn; contestants take turns, round after
+round. A time is the median of the rounds; above 1 is a product that is faster than the dense one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from mrp_sparse.kernels import library
 
 SHAPES = ("2048x2048", "8192x2048", "2048x8192", "896x4864")
 TOKENS = (1, 2, 3, 4, 8, 9, 16, 32, 64, 256)
-SIDES = (quantised.DENSE, "50%", "50% 4 bits")
+SIDES = (quantised.DENSE, "50%", "50% 4 bits", f"50% 4 bits{quantised.ROUNDED}")
 
 
 def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
@@ -32,11 +32,11 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
     rows, columns = map(int, shape.split("x"))
     contestants = []
     for side in SIDES:
-        linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        linear = nn.Linear(columns, rows, bias=False, dtype=options.dtype).requires_grad_(False)
         layer = quantised.layer_of(linear, side)
         contestants.append(cpu.Copies(layer, options.cold_mib * 2**20))
     for tokens in options.tokens:
-        x = torch.randn(tokens, columns).bfloat16()
+        x = torch.randn(tokens, columns).to(options.dtype)
         times: list[list[float]] = [[] for _ in contestants]
         for _ in range(1 + options.rounds):
             for copies, measured in zip(contestants, times, strict=True):
@@ -56,7 +56,8 @@ def main() -> None:
     write = sys.stdout.write
     write("\n## Many tokens\n\n")
     write(f"`python {' '.join(sys.argv)}`, {machine(torch.device('cpu'))}.\n")
-    header = ("tokens", "dense, µs", "50%, µs", "× dense", "4 bits, µs", "× dense")
+    sides = ("50%, µs", "4 bits, µs", "integers, µs")
+    header = ("tokens", "dense, µs", *(cell for side in sides for cell in (side, "× dense")))
     with torch.inference_mode():
         for threads in options.threads:
             torch.set_num_threads(threads)
@@ -73,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", nargs="*", default=SHAPES, metavar="ROWSxCOLUMNS")
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    dtype = {"type": lambda name: getattr(torch, name), "default": torch.bfloat16}
+    parser.add_argument("--dtype", **dtype, help="bfloat16 (default) or float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold-mib", type=int, default=128, help="MiB of copies of a layer")
     return parser
