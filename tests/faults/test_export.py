@@ -47,8 +47,14 @@ def test_killed(kill, export):
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_ended(sent, status, export, tmp_path, capfd):
     end = at_call(1, lambda *_, **__: os.kill(os.getpid(), sent))
+
+    def run():
+        # A shell starts what runs in the background with SIGINT ignored.
+        signal.signal(sent, signal.default_int_handler)
+        export()
+
     with changed((packing, "check_parity", end)), pytest.raises(SystemExit) as ended:
-        in_child(export)
+        in_child(run)
     assert ended.value.code == status
     message = "interrupted: nothing was written\n"
     assert capfd.readouterr().err.startswith(message) == (sent == signal.SIGINT)
