@@ -33,7 +33,7 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
     contestants = []
     for side in SIDES:
         linear = nn.Linear(columns, rows, bias=False, dtype=options.dtype).requires_grad_(False)
-        layer = quantised.layer_of(linear, side)
+        layer = quantised.layer_of(linear, side).to(options.dtype)
         contestants.append(cpu.Copies(layer, options.cold_mib * 2**20))
     for tokens in options.tokens:
         x = torch.randn(tokens, columns).to(options.dtype)
