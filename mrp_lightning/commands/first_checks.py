@@ -49,7 +49,7 @@ def check_words(command: str, words: Sequence[str]) -> None:
         MissingFileError: Files of text do not exist; all are listed.
         FileExistsError: A result may not be written; `check_output_dir` raises more.
     """
-    if any("help" in word or word == "-h" for word in words):
+    if any(word == "-h" or (word.startswith("-") and "help" in word) for word in words):
         return
     _check_configs(words)
     given = values_given(words)

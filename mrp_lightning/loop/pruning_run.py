@@ -277,7 +277,7 @@ class Run:
                 )
 
     def prune(self, job: Job) -> PrunedModule:
-        """Prune the module in place, and return it unsaved; an error, too, leaves a `report`."""
+        """Return the module, pruned in place and unsaved; `report` is set after an error, too."""
         listener, narrowed = job.listener, dict[str, Any]()
         assert isinstance(listener, PruningProgress)
         with fail_together(job.processes):
