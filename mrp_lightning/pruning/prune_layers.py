@@ -92,9 +92,10 @@ class _Unpruned:
     def task(self, calibrated: Calibrated, progress: Callable[[Layer, str], None]) -> LayerTask:
         """Return the problem to solve."""
         if self.is_pruned:
-            log.info("%s already has the pattern %s", self.layer.name, self.recipe.pattern)
+            log.info("%s has the pattern %s and keeps it", self.layer.name, self.recipe.pattern)
         target = calibrated.target(self.share, self.recipe)
-        return LayerTask(self.weight, self.recipe, target, partial(progress, self.layer))
+        progress_of_layer = partial(progress, self.layer)
+        return LayerTask(self.weight, self.recipe, target, progress_of_layer, self.is_pruned)
 
     def result(
         self, solution: Solution, calibrated: Calibrated, used: Mapping[str, Any]

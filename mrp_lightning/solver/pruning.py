@@ -143,7 +143,15 @@ class LayerTask:
     process alone; see `dense_target`. None for the dense weight itself."""
     progress: Callable[[str], None] = lambda _: None  # called with the state of a long solution
     is_pruned: bool = False
-    """Whether the zeros of the weight are its removed weights: it is put on its grid alone."""
+    """Whether the zeros of the weight are its removed weights: they stay, whatever the target, and
+    the others are compensated and put on the grid."""
+
+    @property
+    def compensates(self) -> bool:
+        """Whether kept weights make up for removed ones; zeros of the target lose nothing."""
+        if self.is_pruned:
+            return self.target is not None
+        return not isinstance(self.recipe.pattern, Dense)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,28 +231,29 @@ def _remove(inputs: InputHessian, processes: Processes, task: LayerTask) -> _Sol
     # loss of the result is measured from this dense weight, also if there is a target.
     share = task.weight.detach()[processes.share(rows)]
     dense = share.to(torch.float64 if wide else torch.float32)
+    zeros = dense == 0
+    mask = FixedMask(zeros) if task.is_pruned else method.mask
     problem = Problem(
         weight=dense if task.target is None else task.target.to(dense.dtype),
         result_dtype=dtype,
         inputs=inputs,
         pattern=recipe.pattern,
         # A mask that is not chosen by block is chosen for all columns at once.
-        block_size=min((method.mask.by_block and recipe.block_size) or columns, columns),
+        block_size=min((mask.by_block and recipe.block_size) or columns, columns),
         damping=recipe.damping,
         progress=task.progress,
         processes=processes,
         rows=rows,
     )
-    removes = not task.is_pruned and not isinstance(recipe.pattern, Dense)
-    if removes:
-        result = method.compensation.apply(problem, method.mask)
+    if task.compensates:
+        result = method.compensation.apply(problem, mask)
     else:  # without a pattern, zeros move as all other weights
-        zeros = dense == 0 if task.is_pruned else torch.zeros_like(dense, dtype=torch.bool)
-        result = Compensated(problem.weight, zeros)
+        result = Compensated(dense, zeros if task.is_pruned else torch.zeros_like(zeros))
     # Against the target, which is the dense weight itself if there is none.
     # After the cast, since its rounding is a part of the loss of the layer.
     target_loss = problem.loss(result.cast(dtype), problem.weight)
-    smallest = _by_smallest(problem, method, target_loss, dtype) if removes else None
+    chooses = task.compensates and not task.is_pruned
+    smallest = _by_smallest(problem, method, target_loss, dtype) if chooses else None
     result, target_loss = smallest or (result, target_loss)
     fallback = None if smallest is None else Magnitude.name
     return _Solved(task, problem, dense, result, target_loss, fallback)
@@ -284,7 +293,7 @@ def _solution(layer: _Solved, processes: Processes) -> Solution:
     weight = result.cast(task.weight.dtype)
     # Methods without an inverse did not use λ: to ask for H + λI would factorise it in vain, and
     # might fail for an H that they can do with.
-    inverts = recipe.grid is not None or recipe.method.needs_inverse
+    inverts = recipe.grid is not None or (task.compensates and recipe.method.needs_inverse)
     ratio = problem.damped.ratio if inverts else recipe.damping
     gathered = processes.gather_rows(weight, rows)
     # All processes check all rows: if one raised alone, the others would wait for it in the next

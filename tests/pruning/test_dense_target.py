@@ -67,6 +67,23 @@ def test_the_first_block_is_pruned_as_without(build, batches):
             assert rows[row.name].loss == rows[row.name].target.loss == row.loss
 
 
+@pytest.mark.parametrize("method", ["JM", "SS"])
+@torch.no_grad()
+def test_a_pruned_model_keeps_its_zeros(method, build, batches):
+    model = build("llama")
+    prune_model(model, batches, method="magnitude", pattern=None, sparsity=0.5)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    half = {"method": method, "pattern": None, "sparsity": 0.5}
+    report = prune_model(model, batches, beyond=DENSE | {"bits": 4, "group_size": 8}, **half)
+    assert report.totals["removed"] == report.totals["weights"] // 2
+    for row in report.layers:
+        after, weight = model.get_submodule(row.name).weight, before[f"{row.name}.weight"]
+        assert not after[weight == 0].any()
+        assert not torch.equal(after, weight)
+    # Tokens of later blocks differ from the dense model's: the target is not the weight.
+    assert any(row.target.loss != row.loss for row in report.layers)
+
+
 @torch.no_grad()
 def test_the_reported_losses_are_against_the_dense_weight(build, batches):
     model, dense = build("llama"), build("llama")

@@ -7,7 +7,7 @@ from torch import Tensor
 from mrp_lightning import HessianAccumulator, HessianError, Recipe
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.problem import InputShift, dense_target
-from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.pruning import LayerTask, prune, prune_together
 
 ROWS, COLUMNS, TOKENS = 24, 32, 300
 
@@ -57,6 +57,27 @@ def test_is_the_weight_bit_for_bit_where_nothing_changed():
     assert torch.equal(plain.weight, aimed.weight)
     assert plain.target_loss is None
     assert aimed.target_loss == aimed.loss == plain.loss
+
+
+@pytest.mark.parametrize("method", ["JM", "SM", "SSM"])
+def test_a_pruned_weight_keeps_its_zeros_and_the_others_go_to_the_optimum_for_them(method):
+    weight, dense, pruned = streams()
+    zeros = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    weight = weight.masked_fill(zeros, 0)
+    inputs, shift = prepared(dense, pruned)
+    damped = inputs.damped(0.01)
+    target = dense_target(weight, shift, damped)
+    assert target[zeros].all()
+    recipe = Recipe.of(method=method, sparsity=0.5, tolerance=1e-10)
+    (solution,) = prune_together([LayerTask(weight, recipe, target, is_pruned=True)], inputs)
+    assert torch.equal(solution.pruned, zeros)
+    assert torch.equal(solution.weight == 0, zeros)
+    # min ‖(w − t)X̂ᵀ‖² / tokens + λ/2·‖w − t‖² over the kept weights of each row.
+    ridge = (damped.damping_used * TOKENS / 2) ** 0.5
+    rows = torch.cat([pruned.double(), ridge * torch.eye(COLUMNS).double()])
+    for found, aim, zero in zip(solution.weight, target.double(), zeros, strict=True):
+        expected = torch.linalg.lstsq(rows[:, ~zero], (rows @ aim)[:, None]).solution[:, 0]
+        torch.testing.assert_close(found[~zero].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_of_dead_inputs_stay():
