@@ -135,7 +135,7 @@ class Packed(Target[ExportReport]):
             )
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
-        """Write safetensors."""
+        """Write packed tensors as safetensors, as `Target.write` asks."""
         settings = {"activations": job.options.activations}
         return write_packed(job.source, directory, report.packed, report.head, settings)
 
@@ -175,7 +175,7 @@ class Dense(Packed):
     name = "dense"
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
-        """Write safetensors."""
+        """Write the tensors with their zeros as safetensors, as `Target.write` asks."""
         return write_dense(job.source, directory, report.packed)
 
 
@@ -185,7 +185,7 @@ class Torchao(Packed):
     name = "torchao"
 
     def require(self, options: Namespace) -> None:
-        """Refuse machines on which torchao's tensors do not run."""
+        """Raise an OptionError on machines where torchao's tensors do not run."""
         if reason := torchao_missing(device_named(options.device)):
             raise OptionError(
                 f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, "
@@ -209,7 +209,7 @@ class Torchao(Packed):
         return super().choose(job)
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
-        """Write safetensors."""
+        """Write packed tensors under torchao's `quant_method`, as `Target.write` asks."""
         settings = {"quant_method": TORCHAO}
         return write_packed(job.source, directory, report.packed, settings=settings)
 
@@ -220,7 +220,7 @@ class CompressedTensors(Target[IntegerReport]):
     suffix = COMPRESSED
 
     def require(self, options: Namespace) -> None:
-        """Refuse options without effect."""
+        """Raise an OptionError that lists the options which this format has no use for."""
         without_effect = {
             "--head-bits": options.head_bits == 8,
             "--activations": options.activations is not None,
@@ -239,11 +239,14 @@ class CompressedTensors(Target[IntegerReport]):
         return IntegerReport(source=job.source, format=COMPRESSED, chosen=chosen)
 
     def write(self, job: Job, report: IntegerReport, directory: Path) -> Iterator[str]:
-        """Write safetensors."""
+        """Write codes and scales as safetensors, as `Target.write` asks."""
         return write_compressed(job.source, directory, report.chosen)
 
     def check(self, job: Job, report: IntegerReport, directory: Path) -> None:
-        """Compare bits, and load the export with transformers, which takes longer."""
+        """Compare all weights with the source's bit by bit, then load the export with transformers.
+
+        It sets `loaded` and `exported_bytes` of the report.
+        """
         check_compressed(job.source, directory, report.chosen)
         report.loaded = load_with_transformers(job.source, directory, report.chosen)
         report.exported_bytes = open_checkpoint(directory).num_bytes

@@ -229,7 +229,10 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
 def metadata(
     family: Family, config: PreTrainedConfig, model: Any
 ) -> tuple[Callable[[GGUFWriter], None], Tables]:
-    """Return a function that writes the architecture's metadata, and the tables that they need."""
+    """Return a function that writes the architecture's metadata, and the tables of its positions.
+
+    The tables are tensors of the file, by name, such as the factors of scaled rotary positions.
+    """
     write_positions, tables = positions(config, model)
 
     def write(writer: GGUFWriter) -> None:

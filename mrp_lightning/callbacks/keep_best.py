@@ -63,7 +63,7 @@ class KeepBest(Callback):
             self._record(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module its best weights."""
+        """Copy the best weights into the module, unless those of the last step are the best."""
         if not self._weights or self.best_step == trainer.global_step:
             return
         parameters = dict(pl_module.named_parameters())

@@ -116,7 +116,7 @@ class SaveEvaluation(Callback):
             records.read(self.save_dir)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the results to the file, in process 0."""
+        """Enter the results of the test in `evaluation.json`, in process 0."""
         assert isinstance(pl_module, CausalLM)
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

@@ -239,7 +239,7 @@ def _parser() -> CommandParser:
     option("--out", type=Path, metavar="DIR", help=text)
     text = "replace what this package wrote there before"
     option("--overwrite", action="store_true", help=text)
-    text = "begin afresh where an unfinished run of other options could be gone on with"
+    text = "begin afresh, without the results of an unfinished run"
     option("--restart", action="store_true", help=text)
     option("--accelerator", default="auto", help="cpu, gpu, mps or auto (default)")
     return parser

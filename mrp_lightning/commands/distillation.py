@@ -66,8 +66,10 @@ class Unfinished:
     def of(cls, out: Path, options: Mapping[str, Any], *, restart: bool) -> "Unfinished":
         """Return the unfinished run of these options, which may have done nothing yet.
 
+        With `restart` the files of an unfinished run, of any options, are removed first.
+
         Raises:
-            OptionError: It began with other options, and is not to be restarted.
+            OptionError: It began with other options, and `restart` is false.
         """
         wanted = json.loads(json.dumps(options, default=str))
         unfinished = cls(out.with_name(f".{out.name}.distilling"), wanted)
@@ -81,7 +83,7 @@ class Unfinished:
                 "Give the same options to go on with it, `--restart` to begin afresh, or another "
                 "`--out`."
             )
-        if differing:
+        if restart and unfinished.directory.is_dir():
             shutil.rmtree(unfinished.directory)
         return unfinished
 

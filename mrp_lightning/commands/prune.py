@@ -369,7 +369,7 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     group.add_argument("--out", dest="save_dir", type=Path, metavar="DIR", help=text)
     text = "replace what this package wrote there before"
     group.add_argument("--overwrite", action="store_true", help=text)
-    text = "start afresh where an interrupted run of other settings could be resumed"
+    text = "start afresh, without the results of an interrupted run"
     group.add_argument("--restart", action="store_true", help=text)
     text = "also write a copy without zeros, as `export` does: smaller, and faster with a kernel"
     group.add_argument("--pack", action="store_true", help=text)

@@ -164,8 +164,9 @@ def _checksum(task: Any) -> int:
 def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
     """Return metrics, standard errors, sizes and checksums by task, as in `evaluation.json`.
 
-    A metric that lm-eval computes after a filter is called `metric,filter`. Members of groups that
-    have metrics themselves get a `depth`, the number of these groups.
+    The results are those of `evaluate`, which are lm-eval's with `checksums`. A metric that lm-eval
+    computes after a filter is called `metric,filter`. Members of groups that have metrics
+    themselves get a `depth`, the number of these groups.
     """
     summary: dict[str, dict[str, Any]] = {}
     for task, row in results["results"].items():

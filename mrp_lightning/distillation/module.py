@@ -202,7 +202,7 @@ class Distillation(CausalLM):
             values.take_gradients()
 
     def on_fit_end(self) -> None:
-        """Release the optimizer."""
+        """Drop the float32 values of trained parameters, and their hooks on the optimizer."""
         for values in self._values:
             values.release()
         self._values = []

@@ -293,7 +293,7 @@ class CausalLM(ExactValues):
             )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Log `train_loss`."""
+        """Return the mean loss of a batch, a scalar in nats, and log it as `train_loss`."""
         loss, _ = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -322,7 +322,7 @@ class CausalLM(ExactValues):
         return self(*split_batch(batch))
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums of each text."""
+        """Begin the sums of loss and tokens of each text at zero."""
         trainer = self.trainer
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         self._texts = Perplexities(loaders, self.device)
@@ -330,11 +330,11 @@ class CausalLM(ExactValues):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Fill `evaluation`."""
+        """Set `evaluation` to the loss, the perplexity and the counts of each text, by name."""
         self.evaluation = self._texts.figures()
 
     def on_test_epoch_end(self) -> None:
-        """Fill `evaluation`, and log the perplexity of each text with its context."""
+        """Set `evaluation` as validation does, and log each perplexity with its context."""
         self.evaluation = self._texts.figures()
         lost = [n for n, x in self.evaluation.items() if x["tokens"] and math.isnan(x["loss"])]
         if lost:

@@ -117,19 +117,19 @@ class BatchLog(Callback):
         self._training_since = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, for `fit` with its validations."""
+        """Start the clock of the log, unless a bar is shown on a terminal."""
         if trainer.progress_bar_callback is None or not sys.stdout.isatty():
             self._reporter = ProgressReporter(trainer, first_seconds=5)
 
     on_test_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, except for a validation within `fit`."""
+        """Start the clock as `on_fit_start`, except for a validation within `fit`."""
         if trainer.validating:
             self.on_fit_start(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of the steps."""
+        """Start the clock and the counts by which the time left is estimated."""
         self._first_step, self._tokens = trainer.global_step, 0
         self._training_since = time.monotonic()
 
@@ -159,7 +159,7 @@ class BatchLog(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log the batch, and the text if there are several."""
+        """Log the task, the batch, and the number of the text if there are several."""
         if trainer.testing:
             task, totals = "testing", trainer.num_test_batches
         else:

@@ -84,7 +84,7 @@ class Vocabulary:
 
     @cached_property
     def number(self) -> Mapping[str, int]:
-        """The numbers of the words."""
+        """The number of each word, by its spelling in `tokenizer.json`."""
         return {word: number for number, word in self.words.items()}
 
     @cached_property
@@ -103,7 +103,7 @@ class Vocabulary:
         return {number: size(number, word) for number, word in self.words.items()}
 
     def counts(self, documents: Iterable[str]) -> Counter[int]:
-        """Count the words of a text, by their numbers."""
+        """Return how often documents have each word, by its number; special words are not added."""
         counts = Counter[int]()
         pieces = _pieces(documents)
         while batch := [*islice(pieces, _PIECES)]:

@@ -305,9 +305,10 @@ class DampedHessian:
 
     @cached_property
     def residual_rounding(self) -> float:
-        """The error of r H⁻¹ rᵀ by the rounding of r = vH, relative to ‖v‖².
+        """The expected error of r H⁻¹ rᵀ by the rounding of r = vH, relative to ‖v‖².
 
-        Each r_j has an independent error of about ε·‖v‖·‖H_:j‖, with ε the precision of products.
+        v is a row of changes (columns,). Each r_j has an independent error of about ε·‖v‖·‖H_:j‖,
+        with ε the precision of products.
         """
         # Errors are independent, so that Σ_j e_j²·[H⁻¹]_jj is the expectation: the rest cancels.
         inverse_diagonal = self.inflation / self.matrix.diagonal()
@@ -324,7 +325,10 @@ class DampedHessian:
 
     @cached_property
     def double(self) -> "DampedHessian":
-        """The same matrix in float64, for refinement and for float64 weights."""
+        """The same matrix in float64, for refinement and for float64 weights.
+
+        Its first use drops the cached `matrix` and `inverse` in float32.
+        """
         if self.dtype == torch.float64:
             return self
         # The float32 matrices are rarely needed again (and then computed anew): together they are

@@ -142,7 +142,10 @@ def check_output_file(
 
 
 def write_manifest(directory: Path) -> None:
-    """Enter all files in and below a directory as written by this package."""
+    """Write the manifest of a directory: the SHA-256 of each file in it and below.
+
+    An earlier manifest is replaced, so that all of these files count as written by this package.
+    """
     files = [file for file in directory.rglob("*") if file.is_file() and file.name != MANIFEST]
     _write(directory, {file.relative_to(directory).as_posix(): sha256_of(file) for file in files})
 

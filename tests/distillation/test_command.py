@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
+from mrp_lightning.commands.distillation import Unfinished
 from mrp_lightning.commands.main import main
 from mrp_lightning.distillation.module import Distillation, needed_memory
 
@@ -170,6 +171,16 @@ def test_an_unfinished_run_of_other_options_is_named(run, capsys):
     assert "an unfinished distillation with another" in refusal([str(run), *SMALL], capsys)
     main(["distill", str(run), *SMALL, "--restart"])
     assert run.with_name("half-distilled").is_dir()
+
+
+def test_a_restart_removes_an_unfinished_run_of_the_same_options_too(tmp_path):
+    options, out = {"tokens": 2}, tmp_path / "out"
+    begun = Unfinished.of(out, options, restart=False)
+    begun.begin()
+    (begun.directory / "training").mkdir()
+    assert (Unfinished.of(out, options, restart=False).directory / "training").is_dir()
+    Unfinished.of(out, options, restart=True)
+    assert not begun.directory.exists()
 
 
 @pytest.mark.parametrize("bits", [[], ["--grid=q4_0"]], ids=["16-bits", "4-bits"])
