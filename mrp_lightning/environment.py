@@ -1,4 +1,4 @@
-"""The environment of a command: hub, libraries, and their versions for reports; without torch."""
+"""The environment of a command: messages, hub, libraries and their versions; without torch."""
 
 import json
 import logging
@@ -6,8 +6,9 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -36,6 +37,19 @@ def silenced(logger: str, parts: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
+def at_level(level: int, loggers: Sequence[logging.Logger]) -> Iterator[None]:
+    """Set the level of several loggers in this context."""
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(level)
+        yield
+    finally:
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
+
+
+@contextmanager
 def without_bars() -> Iterator[None]:
     """Hide transformers' bars in this context, but not those of the hub's downloads."""
     from transformers.utils import logging as transformers_logging  # loads torch
@@ -51,6 +65,61 @@ def without_bars() -> Iterator[None]:
 
 ABSENT_DEVICES = ("GPU available: False", "TPU available: False", "HPU available: False")
 """Parts of Lightning's messages on accelerators that this machine lacks."""
+
+_NOISE: Mapping[str, tuple[str, ...]] = {
+    # torchao, which transformers imports where it is installed: libraries for other devices, and
+    # calls that torch deprecates.
+    "torchao": ("Failed to load ",),
+    "torch.utils._pytree": ("is an Enum subclass ",),
+    # Lightning: absent devices, the seed, and tips to install packages of its makers.
+    "lightning.pytorch.utilities.rank_zero": (
+        *ABSENT_DEVICES,
+        "Tip: For seamless cloud",
+    ),
+    "lightning.fabric.utilities.seed": ("Seed set to",),
+}
+"""Parts of the messages that are silenced, by logger."""
+
+_WARNINGS = (
+    ".*`tensorboardX` has been removed",
+    ".*LeafSpec.* is deprecated",
+    ".*does not have many workers.*",
+    ".*LightningCLI's args parameter is intended to run from within Python",
+)
+"""The beginnings of the warnings that are silenced, as regular expressions."""
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Silence the messages of `_NOISE` and the warnings of `_WARNINGS`."""
+    with ExitStack() as stack:
+        for name, parts in _NOISE.items():
+            stack.enter_context(silenced(name, parts))
+        stack.enter_context(warnings.catch_warnings())
+        for message in _WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silence noise, bars and Lightning's messages below warnings; progress is still reported.
+
+    Warnings are shown without their source, which means nothing to the user of a command.
+    """
+    lightning = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    formatwarning = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
+    try:
+        with (
+            at_level(logging.WARNING, lightning),
+            at_level(logging.INFO, [progress_log]),
+            without_noise(),
+            without_bars(),
+        ):
+            yield
+    finally:
+        warnings.formatwarning = formatwarning
 
 
 def why_no_hub() -> str | None:

@@ -21,7 +21,7 @@ from tables import bits_of
 from torch import Tensor, nn
 
 from export import to_gguf
-from mrp_lightning.commands.quiet import quiet_lightning
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.experiments.running import RunConfiguration, configure
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import scores_of

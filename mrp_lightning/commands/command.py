@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError
 
 from mrp_lightning import errors
-from mrp_lightning.commands.quiet import without_noise
-from mrp_lightning.environment import require_extra
+from mrp_lightning.environment import require_extra, without_noise
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.models.locations import find_gguf, require_model
 from mrp_lightning.storage.outputs import check_output_dir

@@ -1,10 +1,10 @@
-"""One pruning and its comparison with the dense model, on the same windows of held-out text."""
+"""What a pruning or a cut of the vocabulary costs: a model before and after, on held-out text."""
 
 import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,15 @@ from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.distillation import DistilledPruning
 from mrp_lightning.commands.main import command_named
 from mrp_lightning.commands.numbers import memory, number, percent, perplexity
-from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.commands.subject import Subject
-from mrp_lightning.commands.vocabulary import cut_words
-from mrp_lightning.errors import OptionError, counted
+from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.module_parts import plan_for
 from mrp_lightning.loop.progress import roughly
-from mrp_lightning.loop.pruned_module import check_save_dir
 from mrp_lightning.loop.text_model import TextModel
-from mrp_lightning.loop.trainer import require_accelerator
-from mrp_lightning.loop.vocabulary import save_cut
+from mrp_lightning.loop.vocabulary import cut_vocabulary
 from mrp_lightning.narrowing.structure import BLOCKS
+from mrp_lightning.narrowing.vocabulary import require_cuttable
+from mrp_lightning.narrowing.words import Vocabulary
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import NAME, PruningReport
@@ -33,6 +30,7 @@ from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
+from mrp_lightning.text.windows import Windows
 
 _USELESS_RATIO = 3.0
 """The ratio of perplexities above which a pruned model is of little use."""
@@ -62,105 +60,31 @@ class Conversion:
                 "gguf",
             )
 
-    def words(self, directory: Path) -> list[str]:
-        """Return the words of the command line after the program's."""
-        return [self.command, str(directory), "--out", str(self.out), *self.options]
-
-    def convert(self, directory: Path, console: Console) -> int:
-        """Run the command, which is shown if it fails; return the bytes of the weights."""
+    def convert(self, directory: Path, console: Console) -> None:
+        """Run the command, which is shown if it fails, and print the size of the weights."""
+        words = [str(directory), "--out", str(self.out), *self.options]
         try:
-            command_named(self.command)(self.words(directory)[1:])
+            command_named(self.command)(words)
         except (Exception, SystemExit):  # a command exits after a mistake
-            again = shlex.join(self.words(directory))
-            line = f"The model is saved. What failed is: mrp-lightning {again}"
-            console.print(line, soft_wrap=True)
+            again = shlex.join(["mrp-lightning", self.command, *words])
+            console.print(f"The model is saved. What failed is: {again}", soft_wrap=True)
             raise
         files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
-        return sum(file.stat().st_size for file in files or [self.out])
+        size = memory(sum(file.stat().st_size for file in files or [self.out]))
+        console.print(f"{self.out}: {size}", soft_wrap=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The steps of one command, each of which may be left out.
+def prune_and_compare(
+    subject: Subject, prune: PruningCallback, distilled: DistilledPruning | None, console: Console
+) -> str | None:
+    """Evaluate a model, prune and distil it, save it, evaluate it again, and print the results.
 
-    Attributes:
-        source: The arguments of `CausalLM` that name the model.
-        text: The arguments of the `TextDataModule`; see `Subject`.
-        windows: The largest number of windows to evaluate on.
-        accelerator: The accelerator, as Lightning names it.
-        out: The directory of the result.
-        overwrite: Whether it may be replaced.
-        words: The number of words to which the vocabulary is cut first. Pruned and dense model are
-            then those of these words.
-        prune: The callback that prunes, with `save_dir=out`.
-        distilled: The distillation after the pruning.
-        conversions: The conversions of the result to other formats.
-    """
-
-    source: Mapping[str, Any]
-    text: Mapping[str, Any]
-    windows: int
-    accelerator: str
-    out: Path
-    overwrite: bool = False
-    words: int | None = None
-    prune: PruningCallback | None = None
-    distilled: DistilledPruning | None = None
-    conversions: Sequence[Conversion] = field(default_factory=list)
-
-
-def run(job: Job, console: Console) -> str | None:
-    """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
-
-    Arguments and text are checked before the first evaluation. `evaluation.json`, in the directory
-    of the result, has the scores, too.
-
-    Returns:
-        The reason why the result is of no use, `None` if it may be useful.
+    `evaluation.json`, in the `save_dir` of the callback, has the scores, too. Returns the reason
+    why the result is of no use, `None` if it may be useful.
 
     Raises:
-        OptionError: The accelerator is missing, or the number of words out of range; `Subject`
-            raises more.
-        TargetError: The vocabulary cannot be cut.
-        FileExistsError: The output, or that of a conversion, exists.
+        OptionError: Distillation does not suit the model or its text. `Subject.plan` raises more.
     """
-    require_accelerator(job.accelerator)
-    # Each step needs the one before: the plan a model, the estimate the speed of an evaluation.
-    with quiet_lightning():
-        console.print(f"Loading {job.source['model']} …")
-        subject = Subject(job.source, job.text, job.windows, job.accelerator)
-        check_save_dir(job.out, subject.model, overwrite=job.overwrite, argument="--out")
-        for conversion in job.conversions:
-            conversion.check(subject.model)
-        if job.words is not None:
-            if job.prune is not None:
-                plan_for(subject.model, job.prune.settings)  # refuses before the cut
-            scores = cut_words(subject, job.words, console)
-        if job.prune is None:
-            assert isinstance(subject.model, CausalLM)  # else its words cannot be cut
-            save_cut(subject.model, job.out, overwrite=job.overwrite)
-            record(job.out, perplexity={subject.text: scores}, model=str(job.out))
-            table = problem = None
-        else:
-            table, problem = _prune(subject, job.prune, job.distilled, console)
-    try:
-        for conversion in job.conversions:
-            size = memory(conversion.convert(job.out, console))
-            if table is None:
-                console.print(f"{conversion.out}: {size}")
-            else:
-                table.add_row(str(conversion.out), "", "", "", size)
-    finally:  # also if a conversion fails: the model is saved
-        if table is not None:
-            read = f"{counted(len(subject.windows), 'window')} of {subject.windows.ids.shape[1]}"
-            console.print(table, f"Evaluated on {read} tokens of the {subject.text}.")
-    return problem
-
-
-def _prune(
-    subject: Subject, prune: PruningCallback, distilled: DistilledPruning | None, console: Console
-) -> tuple[Table, str | None]:
-    """Prune and distil; return the table of the results, and why they are of no use, if so."""
     assert prune.save_dir is not None
     settings, plan = prune.settings, subject.plan(prune.settings)
     if distilled is not None:
@@ -189,7 +113,9 @@ def _prune(
     if isinstance(subject.model, TextModel):
         scores = {"similarity": {subject.text: final}}
     record(prune.save_dir, **scores, model=str(prune.save_dir))
-    return table, why_useless(dense, final)
+    read = f"{counted(len(subject.windows), 'window')} of {subject.windows.ids.shape[1]}"
+    console.print(table, f"Evaluated on {read} tokens of the {subject.text}.")
+    return why_useless(dense, final)
 
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
@@ -296,4 +222,100 @@ def why_useless(dense: Scores, pruned: Scores) -> str | None:
         f"{loss}, which is of little use. Remove less (a lower `--sparsity`, a `--pattern` that "
         "keeps more, or more bits), or lose less: `--recipe best` and calibration `--text` that is "
         "like yours."
+    )
+
+
+def cut_words(subject: Subject, size: int, console: Console) -> Scores:
+    """Cut the vocabulary of a model in place to `size` words, and print what that costs.
+
+    It is evaluated on the same bytes of held-out text before and after; the record of the module
+    gets `held_out`. Returns the scores after the cut.
+
+    Raises:
+        OptionError: The number of words is out of range.
+        TargetError: The model is no causal language model, or its vocabulary cannot be cut.
+    """
+    model, data = subject.model, subject.data
+    if not isinstance(model, CausalLM):
+        raise TargetError(
+            f"`vocabulary`: a {type(model.model).__name__} predicts no next token, so that no "
+            "head of it gives logits of words. Leave `--vocabulary` out."
+        )
+    model.tokenizer = data.tokenizer
+    require_cuttable(model.model, model.tokenizer, size)
+    sizes = [subject.num_bytes]
+    subject.cut_windows()
+    dense = _evaluate_bytes(subject, "dense model", console)
+    console.print(f"Counting the words of {data.calibration_source} …")
+    cut_vocabulary(model, size, data.documents("train"))
+    data.tokenizer = model.tokenizer
+    subject.windows = _of_as_many_bytes(subject, dense["bytes"] or 0)
+    cut = _evaluate_bytes(subject, f"model of {size:,} words", console)
+    model.vocabulary["held_out"] = {
+        "bytes": [dense["bytes"], cut["bytes"]],
+        **{key: [dense[key], cut[key]] for key in ("bytes_per_token", "bits_per_byte")},
+    }
+    sizes.append(subject.num_bytes)
+    console.print(_table_of_words(model.vocabulary, sizes))
+    console.print(_sentences(model.vocabulary, subject.text))
+    return cut
+
+
+def _evaluate_bytes(subject: Subject, state: str, console: Console) -> Scores:
+    scores: Any = subject.evaluate(state, console)
+    num_bytes = sum(_bytes(subject.windows, subject.model.tokenizer))
+    return {
+        **scores,
+        "bytes": num_bytes,
+        "bytes_per_token": num_bytes / scores["tokens"],
+        "bits_per_byte": scores["loss"] * scores["tokens"] / math.log(2) / num_bytes,
+    }
+
+
+def _of_as_many_bytes(subject: Subject, num_bytes: float) -> Windows:
+    """Return the windows of about as much of the text, of which there are more tokens now."""
+    # Twice as many are more than enough where words of the text itself were kept.
+    windows = subject.data.windows("test", 2 * len(subject.windows))
+    rest, count = num_bytes, 0
+    for size in _bytes(windows, subject.model.tokenizer):
+        if rest < size / 2 and count:
+            break
+        rest, count = rest - size, count + 1
+    return Windows(windows.ids[:count], windows.prefix)
+
+
+def _bytes(windows: Windows, tokenizer: Any) -> list[int]:
+    """Return the number of bytes of the predicted tokens of each window."""
+    sizes = Vocabulary.of(tokenizer).num_bytes
+    rows = windows.ids[:, windows.prefix + 1 :].tolist()
+    return [sum(sizes[token] for token in row) for row in rows]
+
+
+def _table_of_words(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
+    """Return a table of a model of `sizes` bytes before and after the cut of its vocabulary."""
+    rows, held_out = Table(), record["held_out"]
+    rows.add_column("model", overflow="fold")
+    for column in ("bits a byte", "bytes a token", "weights"):
+        rows.add_column(column, justify="right")
+    names = [f"{record['words']:,} words", f"{record['kept']:,} words"]
+    figures = zip(names, held_out["bits_per_byte"], held_out["bytes_per_token"], sizes, strict=True)
+    for name, bits, per_token, size in figures:
+        rows.add_row(name, f"{bits:.4f}", f"{per_token:.3f}", memory(size))
+    return rows
+
+
+def _sentences(record: Mapping[str, Any], text: str) -> str:
+    """Return sentences on what was measured, what it costs on other text, and what is proven."""
+    held_out, proof = record["held_out"], record["proof"]
+    times = {name: after / max(before, 1) for name, (before, after) in record["tokens"].items()}
+    listed = ", ".join(f"{name} {number(factor)}" for name, factor in times.items())
+    read, read_after = (f"{size:,}" for size in held_out["bytes"])
+    exact = "to the bit" if not proof["logits"] else f"up to {proof['logits']:.2g} (rounding)"
+    return (
+        f"Bits a byte are those of the negative log-likelihood of {read} and then {read_after} "
+        f"bytes of the {text}; perplexities of other words do not compare. "
+        f"Tokens of other text, times those before: {listed}. Proven: "
+        f"{counted(proof['text'] + proof['unicode'], 'string')} decode to themselves as before, "
+        f"{proof['same_words']:,} of kept words have the same ones, and the logits of kept words "
+        f"are equal {exact}."
     )

@@ -49,7 +49,7 @@ def main(args: list[str]) -> None:
         check_text(None if options.text == [_OWN] else options.text, options.text_column)
         check_output(options.out, overwrite=options.overwrite)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
-    from mrp_lightning.commands.quiet import quiet_lightning
+    from mrp_lightning.environment import quiet_lightning
     from mrp_lightning.records.report import NAME, PruningReport
     from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.storage.files import output_path

@@ -18,7 +18,7 @@ from mrp_lightning.commands.command import (
     check_text,
     number_from,
 )
-from mrp_lightning.environment import extra, require_extra
+from mrp_lightning.environment import extra, quiet_lightning, require_extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.arguments import PruningArguments
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mrp_lightning.commands.comparison import Conversion
     from mrp_lightning.commands.distillation import DistilledPruning
     from mrp_lightning.pruning.settings import Settings
+    from mrp_lightning.terminal import Console
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
@@ -66,43 +67,61 @@ def main(args: list[str]) -> None:
         settings = _settings(options)
     out = options.save_dir or _default_out(options, settings)
     # Imported late, since help and mistakes need not wait for Lightning and transformers.
-    from mrp_lightning.callbacks import PruningCallback
-    from mrp_lightning.commands.comparison import Job, run
-    from mrp_lightning.records import evaluation
     from mrp_lightning.signals import interruptible, unclaimed_signals
-    from mrp_lightning.storage.files import output_path
     from mrp_lightning.terminal import Console
 
     console = Console(width=None if sys.stdout.isatty() else 100)
-    values = vars(options)
-    with (
-        interruptible(unclaimed_signals()),
-        parser.options_in_messages(),
-        _from_standard_input(options.train_files) as files,
-    ):
-        conversions = _conversions(options, out, settings)
-        callback = None
-        if settings is not None:
-            callback = PruningCallback(
-                save_dir=out,
-                overwrite=options.overwrite,
-                resume=not options.restart,
-                **{name: getattr(settings, name) for name in _SETTINGS},
-            )
-        job = Job(
-            source={key: values[key] for key in _OF_MODEL},
-            text={key: values[key] for key in _OF_TEXT if values[key] is not None}
-            | {"train_files": files},
-            windows=options.eval_samples,
-            accelerator=options.accelerator,
-            out=out,
-            overwrite=options.overwrite,
-            words=options.vocabulary,
-            prune=callback,
-            distilled=_distilled(options, callback, files),
-            conversions=conversions,
+    with interruptible(unclaimed_signals()), parser.options_in_messages():
+        _run(options, settings, out, console)
+
+
+def _run(options: Namespace, settings: "Settings | None", out: Path, console: "Console") -> None:
+    """Cut the vocabulary, prune, distil, evaluate and convert, as far as the options ask for it."""
+    from mrp_lightning.callbacks import PruningCallback
+    from mrp_lightning.commands.comparison import cut_words, prune_and_compare
+    from mrp_lightning.commands.subject import Subject
+    from mrp_lightning.loop.causal_lm import CausalLM
+    from mrp_lightning.loop.module_parts import plan_for
+    from mrp_lightning.loop.pruned_module import check_save_dir
+    from mrp_lightning.loop.trainer import require_accelerator
+    from mrp_lightning.loop.vocabulary import save_cut
+    from mrp_lightning.records import evaluation
+    from mrp_lightning.storage.files import output_path
+
+    require_accelerator(options.accelerator)
+    overwrite, values = options.overwrite, vars(options)
+    conversions, callback, problem = _conversions(options, out, settings), None, None
+    if settings is not None:
+        callback = PruningCallback(
+            save_dir=out,
+            overwrite=overwrite,
+            resume=not options.restart,
+            **{name: getattr(settings, name) for name in _SETTINGS},
         )
-        problem = run(job, console)
+    source = {key: values[key] for key in _OF_MODEL}
+    text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
+    with quiet_lightning(), _from_standard_input(options.train_files) as files:
+        distilled = _distilled(options, callback, files)
+        console.print(f"Loading {options.model} …")
+        subject = Subject(
+            source, text | {"train_files": files}, options.eval_samples, options.accelerator
+        )
+        # Each step checks what the later ones need: a wrong option would show hours later.
+        check_save_dir(out, subject.model, overwrite=overwrite, argument="--out")
+        for conversion in conversions:
+            conversion.check(subject.model)
+        if options.vocabulary is not None:
+            if callback is not None:
+                plan_for(subject.model, callback.settings)  # refuses before the cut
+            scores = cut_words(subject, options.vocabulary, console)
+        if callback is not None:
+            problem = prune_and_compare(subject, callback, distilled, console)
+        else:
+            assert isinstance(subject.model, CausalLM)  # else its words cannot be cut
+            save_cut(subject.model, out, overwrite=overwrite)
+            evaluation.record(out, perplexity={subject.text: scores}, model=str(out))
+    for conversion in conversions:
+        conversion.convert(out, console)
     is_causal = bool(evaluation.read(output_path(out)).perplexity)  # encoders have none
     steps = _next_steps(out, conversions, settings, is_causal)
     console.print(problem or steps, soft_wrap=True)

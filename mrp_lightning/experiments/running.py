@@ -17,9 +17,9 @@ from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 from mrp_ground.environment import machine
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.commands.lightning_cli import PruningCLI
-from mrp_lightning.commands.quiet import quiet_lightning
 from mrp_lightning.commands.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import scores_of

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
 from torch.distributed import is_initialized as has_group
 
-from mrp_lightning.environment import progress_log
+from mrp_lightning.environment import at_level, progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, ProcessError, StrategyError
 from mrp_lightning.processes import Processes
 from mrp_lightning.upstream import torch_names
@@ -108,16 +108,9 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
         return
     # Errors stay, since another process may fail in its own way.
     loggers = [*map(logging.getLogger, ("mrp_lightning", "callbacks")), progress_log]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumericalWarning)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with at_level(logging.ERROR, loggers), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        yield
 
 
 @contextmanager

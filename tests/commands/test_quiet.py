@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning_utilities.core import rank_zero
 
 from mrp_lightning import Trainer
-from mrp_lightning.commands.quiet import quiet_lightning, without_noise
+from mrp_lightning.environment import quiet_lightning, without_noise
 
 _ASK = """
 import logging, pkgutil, sys, warnings

@@ -212,7 +212,7 @@ STEPS = {
     "floor": f"import {', '.join(name for name in modules() if name.startswith('mrp_ground.'))}",
     "solver": "import mrp_lightning.pruning.sequential; from mrp_lightning import prune_weight",
     "command": """
-from mrp_lightning.commands.quiet import without_noise
+from mrp_lightning.environment import without_noise
 with without_noise(): from transformers import LlamaForCausalLM
 """,
 }
