@@ -267,7 +267,7 @@ def deciding_table(evidence: Evidence, rows: pd.DataFrame) -> Table:
                 first = (str(name), str(text_name), evidence.models[str(name)].grid, form)
                 cells.append((*first, text(dense, numbers.perplexity), *map(_with_ratio, runs)))
     header = ("text", "weights from", "format", DENSE, *methods)
-    return Table.of_rows("", header, cells, group="model")
+    return Table("", header, cells, group="model")
 
 
 def _with_ratio(runs: pd.DataFrame) -> str:
@@ -300,7 +300,7 @@ def tables_of(rows: pd.DataFrame, second_machine: Sequence[str]) -> Iterator[Tab
                 cpu_seconds(of_row, second_machine),
                 numbers.MISSING if pd.isna(peak) else f"{peak:.1f}",
             ))  # fmt: skip
-        yield Table.of_rows("", header, cells, group=str(text_name))
+        yield Table("", header, cells, group=str(text_name))
 
 
 def cpu_seconds(rows: pd.DataFrame, second_machine: Sequence[str]) -> str:
@@ -320,7 +320,7 @@ def engines_table(rows: pd.DataFrame) -> Table:
     """Return the tokens a second of a model in the engines that ran it."""
     header = ("method", "bits", "engine", "tokens a second")
     columns = ["format", "method", "bits_on_disk", "engine", "tokens_per_second"]
-    return Table.of_rows("", header, rows[columns].to_numpy().tolist(), group="format")
+    return Table("", header, rows[columns].to_numpy().tolist(), group="format")
 
 
 def left_out(evidence: Evidence, sweep: Sweep, rows: pd.DataFrame) -> Iterator[str]:

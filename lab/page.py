@@ -63,7 +63,7 @@ def claims_table(results: pd.DataFrame) -> Table | None:
             decided.setdefault(claim, []).append((is_so, f"{setting} {where}".strip(), numbers))
     found = [(claim, *row) for claim, cases in decided.items() for row in cases]
     header = ("holds", "where", "perplexity")
-    return Table.of_rows("", header, found, group="claim") if found else None
+    return Table("", header, found, group="claim") if found else None
 
 
 def _of_methods(rows: pd.DataFrame) -> Iterator[tuple[str, bool, str, str]]:

@@ -57,7 +57,7 @@ def main() -> None:
         for r in both.itertuples()
     ]  # fmt: skip
     header = ("method", "block size", "measure", "ours", "paper", "difference")
-    print(markdown(Table.of_rows("", header, cells, group="model")))
+    print(markdown(Table("", header, cells, group="model")))
 
 
 if __name__ == "__main__":

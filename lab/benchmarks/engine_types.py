@@ -38,9 +38,9 @@ from export import to_gguf, to_sparse
 from mrp_ground.environment import machine
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.commands.distillation import distil
-from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.distillation.module import Distillation
 from mrp_lightning.distillation.text import DistillationText
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.records.report import PruningReport

@@ -99,7 +99,7 @@ def _table(
     """Return a table of rows (group, name, values by key), without empty columns."""
     used = [key for key in columns if any(row[2].get(key) is not None for row in rows)]
     cells = [(of, name, *(columns[k][1](values.get(k)) for k in used)) for of, name, values in rows]
-    return Table.of_rows(caption, (head, *(columns[k][0] for k in used)), cells, group=group)
+    return Table(caption, (head, *(columns[k][0] for k in used)), cells, group)
 
 
 class Note(NamedTuple):
@@ -270,7 +270,7 @@ def _loss_part(model: ModelRuns) -> Part | None:
     largest = means.sort_values(ascending=False, kind="stable").head(_WORST)
     cells = [("", str(name), _LOSS.write(float(loss))) for name, loss in largest.items()]
     caption = f"The {len(cells)} of {len(means)} layers that lost most"
-    table = Table.of_rows(caption, ("layer", "relative loss"), cells)
+    table = Table(caption, ("layer", "relative loss"), cells)
     return Part("Where it lost", _LOSS_TEXT, [table], pictures)
 
 
@@ -320,7 +320,8 @@ def _dense_part(model: ModelRuns) -> Part | None:
     if layers.empty:
         return None
     counts = layers.groupby(["reason", "layers"], sort=False).nunique().astype(str)
-    table = Table("Layers that were left dense", counts, "layers", "why")
+    rows = counts.reset_index().to_numpy().tolist()
+    table = Table("Layers that were left dense", ("layers", *counts), rows, "why")
     return Part("Left dense", tables=[table], folded=True)
 
 
@@ -363,7 +364,7 @@ def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]])
     for key in dict.fromkeys(key for config in configs for key in config):
         values = dict.fromkeys(plain(config[key]) for config in configs if key in config)
         rows.append(("", key, ", ".join(values)))
-    return Table.of_rows(caption, (head, "value"), rows, kind="text")
+    return Table(caption, (head, "value"), rows, kind="text")
 
 
 def _layer_table(run: RunDirectory) -> Table:

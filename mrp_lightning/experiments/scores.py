@@ -234,8 +234,9 @@ class Table:
     """A table of strings.
 
     Attributes:
-        cells: Texts by (group, name) and header; both have at least one entry.
-        head: The header of the names; `group` is that of the groups.
+        header: The headers of the names and of the cells.
+        rows: Each row: the name of its group, its own name, and its cells.
+        group: The header of the groups.
         details: A second line of headers.
         best: The cells that are the best of their group, by group, name and header.
         methods: The canonical methods of rows, which decide their colours, by name.
@@ -243,32 +244,22 @@ class Table:
     """
 
     caption: str
-    cells: pd.DataFrame
-    head: str = "method"
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
     group: str = "sparsity"
     details: Mapping[str, str] = field(default_factory=dict)
     best: Collection[tuple[str, str, str]] = ()
     methods: Mapping[str, str | None] = field(default_factory=dict)
     kind: str = "number"
 
-    @classmethod
-    def of_rows(
-        cls, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], **options: Any
-    ) -> "Table":
-        """Return a table of rows (group, name, cells …); `header` has no name for the group."""
-        names = [(row[0], row[1]) for row in rows]
-        index = pd.MultiIndex.from_tuples(names, names=("group", "name"))
-        cells = pd.DataFrame([row[2:] for row in rows], index, list(header[1:]), dtype=object)
-        return cls(caption, cells, header[0], **options)
-
-    def groups(self) -> Iterator[tuple[str, list[tuple[str, list[tuple[str, bool]]]]]]:
-        """Yield each group with its rows: a name, and each cell with whether it is the best."""
-        rows: dict[str, list[tuple[str, list[tuple[str, bool]]]]] = {}
-        for (group, name), texts in zip(self.cells.index, self.cells.to_numpy(), strict=True):
-            keys = ((group, name, column) for column in self.cells)
-            cells = [(text, key in self.best) for text, key in zip(texts, keys, strict=True)]
-            rows.setdefault(group, []).append((name, cells))
-        yield from rows.items()
+    def groups(self) -> dict[str, list[tuple[str, list[tuple[str, bool]]]]]:
+        """Return the rows by group: a name, and each cell with whether it is the best."""
+        groups: dict[str, list[tuple[str, list[tuple[str, bool]]]]] = {}
+        for group, name, *texts in self.rows:
+            columns = zip(texts, self.header[1:], strict=True)
+            cells = [(text, (group, name, column) in self.best) for text, column in columns]
+            groups.setdefault(group, []).append((name, cells))
+        return groups
 
 
 def results_table(frame: ScoreFrame) -> Table | None:
@@ -304,13 +295,13 @@ def _score_table(
     cells = frame.texts.loc[frame.means[scores].notna().any(axis=1), scores]
     is_pruned = cells.index.get_level_values("setting") != ""
     cells[is_pruned] = cells[is_pruned].replace("", MISSING)
-    cells.columns = pd.Index(map(str, scores))
     if count_runs:
         runs = {(group.setting, group.label): str(len(group.runs)) for group in frame.model.groups}
         cells["runs"] = [runs.get(row, "") for row in cells.index]
     return Table(
         caption,
-        cells,
+        ["method", *map(str, cells)],
+        cells.reset_index().to_numpy().tolist(),
         details={str(score): frame.detail(score) for score in scores},
         best={(of, label, str(score)) for of, label, score in frame.lowest(lower_is_better)},
         methods={group.label: group.method for group in frame.model.groups},
@@ -363,10 +354,11 @@ def _score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown, with groups as the first column if any has a name."""
-    grouped = any(group for group, _ in table.groups())
-    header = [*([table.group] if grouped else []), table.head, *table.cells]
+    groups = table.groups()
+    grouped = any(groups)
+    header = [*([table.group] if grouped else []), *table.header]
     lines = [header, ["---"] * len(header)]
-    for group, rows in table.groups():
+    for group, rows in groups.items():
         for name, cells in rows:
             names = [group or name, name if group else ""] if grouped else [name]
             lines.append([*names, *(f"**{cell}**" if best else cell for cell, best in cells)])
