@@ -13,14 +13,7 @@ from mrp_ground.upstream import import_after as _import_after
 
 if TYPE_CHECKING:
     from export.loading import load
-    from mrp_sparse import (
-        Bitmask4Linear,
-        BitmaskLinear,
-        Sparse24Linear,
-        load_into,
-        pack,
-        unpack,
-    )
+    from mrp_sparse import Bitmask4Linear, BitmaskLinear, Sparse24Linear, load_into, pack, unpack
 
 __all__ = [
     "Bitmask4Linear",

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from export.loading import load, storage_bytes
-from mrp_ground.environment import machine
-from mrp_lightning.devices import device_named
+from mrp_lightning.devices import device_named, machine
 from mrp_lightning.errors import DataError, counted, first_line
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import load_tokenizer

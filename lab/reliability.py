@@ -35,7 +35,7 @@ from served import embedded, export, removed
 from trouble import disk, kills, power, runs, servers
 from trouble.runs import Command
 
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 
 ROOT = Path(__file__).parents[1]
 Rows = tuple[str, Sequence[str], Sequence[Sequence[Any]], list[str]]

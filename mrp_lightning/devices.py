@@ -1,7 +1,8 @@
-"""Devices: the one that a command uses, warnings of slow ones, and their memory."""
+"""Devices: the one that a command uses, names, warnings of slow ones, and their memory."""
 
 import ctypes
 import os
+import platform
 import re
 import sys
 from functools import cache
@@ -37,6 +38,22 @@ def device_named(name: str | None) -> torch.device:
             "device; try `cpu`."
         )
     return device
+
+
+def machine(device: torch.device) -> str:
+    """Return the name of the device, and the version of torch."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    return f"{name}; torch {torch.__version__}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 @cache

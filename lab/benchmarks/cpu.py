@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 from export import BitmaskLinear, Sparse24Linear
 from export.loading import storage_bytes
 from export.speed import Decoder
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import PackedLinear
 

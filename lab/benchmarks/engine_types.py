@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import PruningCallback
 from export import to_gguf, to_sparse
-from mrp_ground.environment import machine
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.commands.distillation import distil
+from mrp_lightning.devices import machine
 from mrp_lightning.distillation.module import Distillation
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.environment import quiet_lightning

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_lightning.embedded import STDLIB_LLAMA
 
 _PRUNE = f"prune {STDLIB_LLAMA} --sparsity 0.5"

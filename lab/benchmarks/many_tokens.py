@@ -19,7 +19,7 @@ import quantised
 import torch
 from torch import nn
 
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_sparse.kernels import library
 
 SHAPES = ("2048x2048", "8192x2048", "2048x8192", "896x4864")

@@ -38,8 +38,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from mrp_ground.environment import machine
 from mrp_lightning import HessianAccumulator, prune_columns
+from mrp_lightning.devices import machine
 from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep import Sweep, read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from export import to_gguf
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.models.saving import save_pretrained
 

@@ -20,7 +20,7 @@ import originals
 import torch
 from torch import Tensor, nn
 
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep import Sweep, read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mrp_ground.environment import machine
 from mrp_lightning.calibration.walks import DenseStream, Walk
+from mrp_lightning.devices import machine
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layers

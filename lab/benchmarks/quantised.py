@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from export import Bitmask4Linear
 from export.loading import storage_bytes
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import PackedLinear

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.loading import sparsify, storage_bytes, torchao_missing
 from export.speed import COLUMNS, graphed, measure, rows, take_turns
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import OptionError
 from mrp_sparse.formats.sparse24 import GROUP, why_not_packable

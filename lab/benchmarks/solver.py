@@ -30,8 +30,8 @@ import torch
 from originals import DAMPING, prune_matrix
 from torch import Tensor
 
-from mrp_ground.environment import machine
 from mrp_lightning import CausalLM, HessianAccumulator
+from mrp_lightning.devices import machine
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.pruning import Solution, prune_weight
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from mrp_ground.environment import machine
+from mrp_lightning.devices import machine
 from mrp_lightning.loop.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job

@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer
-from mrp_lightning.pruning.arguments import PruningArguments
 from mrp_lightning.records.report import NAME as NAME_OF_REPORT
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import save_ours, save_text
@@ -173,10 +172,6 @@ def distil(
     return result
 
 
-_OF_GRID = ("bits", "grid", "group_size", "head_grid", "balance")
-"""The settings of a pruning that round what is kept; their defaults round nothing."""
-
-
 @dataclass(frozen=True)
 class DistilledPruning:
     """A pruning with a distillation of what it keeps, before anything is rounded to few bits."""
@@ -213,10 +208,10 @@ class DistilledPruning:
     def pruning(self) -> PruningCallback:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
         self.unfinished.begin()
-        names = [field.name for field in fields(PruningArguments) if field.name not in _OF_GRID]
-        settings = {name: getattr(self.prune.settings, name) for name in names}
         alone = PruningCallback(
-            save_dir=self.unfinished.directory / "pruned", resume=self.prune.resume, **settings
+            save_dir=self.unfinished.directory / "pruned",
+            resume=self.prune.resume,
+            **self.prune.settings.without_grids(),
         )
         assert alone.save_dir is not None
         if alone.save_dir.is_dir():  # it appears when it is complete
@@ -229,7 +224,7 @@ class DistilledPruning:
         assert self.prune.save_dir is not None
         log.info("Distilling on %s tokens …", f"{self.tokens:,}")
         settings = self.prune.settings
-        is_rounded = any((settings.bits, settings.head_grid))  # a named grid implies its bits
+        is_rounded = bool(settings.recipe.grids)
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir
         source = CausalLM(str(pruned.save_dir))
         dtype = str(source.model.dtype).removeprefix("torch.")

@@ -168,7 +168,8 @@ class _ChunkedKL(torch.autograd.Function):
             target = teacher.logits(wanted[rows]).log_softmax(-1)
             with torch.set_grad_enabled(needs):
                 part = got[rows].detach().requires_grad_(needs)
-                loss = _kl(student.logits(part).log_softmax(-1), target)
+                log_q = student.logits(part).log_softmax(-1)
+                loss = F.kl_div(log_q, target, reduction="sum", log_target=True)
             total += loss.detach()
             if of_got is not None:
                 of_part, *others = torch.autograd.grad(loss, [part, *parameters])
@@ -189,11 +190,6 @@ class _ChunkedKL(torch.autograd.Function):
             for gradient, dtype in zip(of_parameters, ctx.dtypes, strict=True)
         )
         return of_got * scale, None, None, None, *scaled
-
-
-def _kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return Σ p (log p − log q) over all entries of two log-probabilities."""
-    return F.kl_div(student, teacher, reduction="sum", log_target=True)
 
 
 def chunks(hidden: Tensor, predictor: Predictor) -> Iterator[slice]:

@@ -14,11 +14,11 @@ from jsonargparse import Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 
-from mrp_ground.environment import machine
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.commands.zeroshot import Tasks, evaluate, load_tasks, summarize
 from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.devices import machine
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run

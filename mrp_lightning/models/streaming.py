@@ -1,11 +1,11 @@
 """Models that are larger than memory: blocks stay in files, and are read while they run."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -28,6 +28,20 @@ from mrp_lightning.upstream.torch_names import APPLY
 
 FindBlocks = Callable[[nn.Module], Mapping[str, nn.Module]]
 
+
+class Narrowing(Protocol):
+    """Makes streamed blocks narrower as they are saved, such as `StreamedNarrowing`."""
+
+    def configured(self) -> AbstractContextManager[None]:
+        """Write the new sizes into the configuration in a context."""
+
+    def saved(self, name: str) -> AbstractContextManager[None]:
+        """Make a block narrower in a context."""
+
+    def settle(self) -> None:
+        """Make all blocks narrower for good."""
+
+
 _REST = ""
 """The key, in place of a block's name, of the weights that are in no block."""
 
@@ -47,7 +61,7 @@ class StreamedBlocks(MovedBlocks):
 
     Attributes:
         shards: Files that hold one block each, by the block's name.
-        narrowing: The `StreamedNarrowing` by which saved blocks become narrower, or `None`.
+        narrowing: Makes saved blocks narrower; `None` for blocks that stay as wide as they are.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
@@ -62,7 +76,7 @@ class StreamedBlocks(MovedBlocks):
     ) -> None:
         super().__init__(blocks.values())
         self.blocks, self.shards = dict(blocks), dict[str, Path]()
-        self.narrowing: Any = None
+        self.narrowing: Narrowing | None = None
         self._model, self._loading = model, loading
         self._names = {module: name for name, module in blocks.items()}
         if not blocks:

@@ -22,13 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError, first_line
 from mrp_lightning.models.checkpoint import build_without_weights
-from mrp_lightning.narrowing.structure import (
-    Attribute,
-    BlockParts,
-    Cut,
-    NarrowingPlan,
-    Structure,
-)
+from mrp_lightning.narrowing.structure import Attribute, BlockParts, Cut, NarrowingPlan, Structure
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
@@ -352,7 +346,9 @@ class _Comparison:
 
     def _layer_of(self, name: str, cut: Cut) -> Layer | None:
         if self.entry.kind == "experts":
-            return _stack_of(name, cut)
+            # Of the two stacks of an expert's matrices, the last one reads the inner features.
+            is_last = holds_experts(cut.module) and cut.name == "down_proj"
+            return ExpertStack(name, cut.module) if is_last else None
         return self.layers.get(id(cut.tensor))
 
     def _why_no_cut(self, name: str) -> str | None:
@@ -399,12 +395,6 @@ def _reads(cut: Cut, layer: Layer) -> bool:
     stored = layer.parameter.detach()
     is_transposed = layer.arranged(stored).stride() != stored.stride()
     return cut.dim == (0 if is_transposed else 1)
-
-
-def _stack_of(name: str, cut: Cut) -> ExpertStack | None:
-    """Return the cut stack of the matrices that read the experts' inner features, if any."""
-    is_last = holds_experts(cut.module) and cut.name == "down_proj"
-    return ExpertStack(name, cut.module) if is_last else None
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

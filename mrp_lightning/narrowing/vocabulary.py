@@ -18,12 +18,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.errors import OptionError, counted
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
 from mrp_lightning.narrowing.unit_parts import Unfit, built, different_attributes
-from mrp_lightning.narrowing.words import (
-    Vocabulary,
-    cannot_cut,
-    prove_words,
-    renumbered_tokenizer,
-)
+from mrp_lightning.narrowing.words import Vocabulary, cannot_cut, prove_words, renumbered_tokenizer
 
 _COMPARED = 128
 """The most tokens on which the logits of both models are compared."""

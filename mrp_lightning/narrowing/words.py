@@ -105,7 +105,11 @@ class Vocabulary:
     def counts(self, documents: Iterable[str]) -> Counter[int]:
         """Return how often documents have each word, by its number; special words are not added."""
         counts = Counter[int]()
-        pieces = _pieces(documents)
+        pieces = (
+            document[i : i + _PIECE]
+            for document in documents
+            for i in range(0, len(document), _PIECE)
+        )
         while batch := [*islice(pieces, _PIECES)]:
             for encoding in self.tokenizer.encode_batch(batch, add_special_tokens=False):
                 counts.update(encoding.ids)
@@ -332,11 +336,6 @@ def _plain(tokenizer: Any) -> Tokenizer:
     copy.no_truncation()
     copy.no_padding()
     return copy
-
-
-def _pieces(documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        yield from (document[i : i + _PIECE] for i in range(0, len(document), _PIECE))
 
 
 def _strings(documents: Sequence[str]) -> Iterator[str]:

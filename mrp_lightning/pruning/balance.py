@@ -87,7 +87,9 @@ class InputStudy:
     """Measures the inputs of the dense model of a job, and chooses factors for its blocks."""
 
     def __init__(self, job: Job) -> None:
-        self._shared = _shared_parameters(job.model)
+        modules = job.model.modules()
+        counts = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+        self._shared = {key for key, count in counts.items() if count > 1}  # by several modules
         self._listener = job.listener
         # The links of earlier blocks by the names and shapes of their parameters.
         self._known: dict[tuple[object, ...], list[Link]] = {}
@@ -110,12 +112,6 @@ class InputStudy:
         balanced = sum(name.endswith(f".{_COLUMNS}") for name in self._factors)
         self._listener.log(f"Balanced the columns of {counted(balanced, 'layer')}.")
         return {f"{FACTOR}{name}": each for name, each in self._factors.items()}
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Return the identities of parameters that several modules hold."""
-    counts = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    return {key for key, count in counts.items() if count > 1}
 
 
 def _links(

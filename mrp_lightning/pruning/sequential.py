@@ -11,22 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_lightning.calibration.offload import (
-    CPU,
-    Offload,
-    Pinned,
-    explained_out_of_memory,
-)
+from mrp_lightning.calibration.offload import CPU, Offload, Pinned, explained_out_of_memory
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import choose_walk
-from mrp_lightning.calibration.walks import (
-    DenseStream,
-    Rerun,
-    ToHead,
-    Walk,
-    WholeModel,
-    hidden_of,
-)
+from mrp_lightning.calibration.walks import DenseStream, Rerun, ToHead, Walk, WholeModel, hidden_of
 from mrp_lightning.devices import peak_rss
 from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.cutting import BlockTrial

@@ -28,6 +28,8 @@ _OF_BLOCKS = (
     "skip_indivisible",
 )
 """Settings without a meaning where the output head alone is quantised."""
+_OF_GRIDS = ("bits", "grid", "group_size", "head_grid", "balance")
+"""Settings that round what is kept; their defaults round nothing."""
 
 
 @checked(errors=ERROR_OF_ARGUMENT)
@@ -184,6 +186,10 @@ class Settings(PruningArguments):
         config = {f.name: getattr(self, f.name) for f in fields(self)}
         config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
+
+    def without_grids(self) -> dict[str, Any]:
+        """Return the arguments of the same pruning without rounding what is kept."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_GRIDS}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ class BlockResult:
         content: dict[str, Any] = {"name": self.name}
         content["layers"] = [row.to_dict() for row in self.rows]
         if self.row is not None:
-            content["block"] = self.row.to_dict()
+            content["block"] = asdict(self.row)
         metadata = {"format": "pt", _KEY: json.dumps(content)}
         save_file(dict(self.weights), file, metadata)
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from os import PathLike
 from pathlib import Path
@@ -179,7 +179,7 @@ class PruningReport:
             "totals": self.totals,
             "versions": self.versions,
             "config": self.config,
-            "blocks": [row.to_dict() for row in self.blocks],
+            "blocks": [asdict(row) for row in self.blocks],
             "narrowed": self.narrowed,
             "vocabulary": self.vocabulary,
             "provenance": self.provenance,

@@ -271,10 +271,6 @@ class BlockReport:
     epoch: int | None = None
     seconds: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row of `pruning_report.json`."""
-        return asdict(self)
-
 
 def mean_relative_loss(rows: Sequence[LayerReport]) -> float | None:
     """Return the mean of `relative_loss` over the rows that have one, `None` if none has."""

@@ -97,7 +97,7 @@ class Recipe(Amount):
 
     @classmethod
     def of(cls, **arguments: Any) -> "Recipe":
-        """Parse keyword arguments of `prune_weight`, and `head_grid`; see `parse` for errors."""
+        """Parse the fields of `LayerSettings`; see `parse` for errors."""
         return cls.parse(LayerSettings(**arguments))
 
     @classmethod

@@ -57,12 +57,8 @@ def documents_of_files(
             )
         else:
             documents.append(text)
-    return [_whole_pairs(document) for document in documents]
-
-
-def _whole_pairs(text: str) -> str:
-    """Return a text whose surrogates, which JSON can escape, are characters, or U+FFFD alone."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    # Surrogates, which JSON can escape, become characters, or U+FFFD where one is alone.
+    return [x.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for x in documents]
 
 
 def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:

@@ -63,7 +63,8 @@ def watch(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[t
     # 1. Names come first: a packed layer without a reader is an error before any tensor is read.
     # 2. Ties come before the first tensor, since they decide the name under which it is yielded.
     # 3. Only after the last tensor can one be missing, since they come in any order.
-    config = _config_of(model)
+    configs = (getattr(module, "quant_config", None) for module in model.modules())
+    config = next(config for config in configs if isinstance(config, PackedConfig))
     _check_names(model, config)
     head, table = _tied_head(model, config)
     for name, tensor in tensors:
@@ -81,11 +82,6 @@ def watch(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[t
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     packed = sum(isinstance(method, PackedMethod) for method in methods)
     log.info("%d layers multiply by %s.", packed, config.get_name())
-
-
-def _config_of(model: nn.Module) -> PackedConfig:
-    configs = (getattr(module, "quant_config", None) for module in model.modules())
-    return next(config for config in configs if isinstance(config, PackedConfig))
 
 
 def _check_names(model: nn.Module, config: PackedConfig) -> None:

@@ -25,7 +25,7 @@ ORDER = {
         *("records", "calibration", "journal", "narrowing", "pruning", "loop", "data"),
         *("distillation", "callbacks", "commands", "experiments"),
     ),
-    "mrp_ground": ("errors", "arguments", "json_files", "environment", "upstream"),
+    "mrp_ground": ("errors", "arguments", "json_files", "upstream"),
     "mrp_sparse": ("formats", "kernels", "vllm"),
     "export": ("loading", "conversion", "speed", "gguf"),
     "callbacks": (),
