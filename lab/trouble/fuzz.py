@@ -242,7 +242,8 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
             content = {"quant_method": form.quant_method, "format_version": 1, "modules": modules}
             file = corpus / "seed.safetensors"
             save_file(parts, file)
-            seeds.append(json.dumps(content).encode() + b"\0\0" + file.read_bytes())
+            for more in ({}, {"activations": "int8"}):  # refused where the form cannot round
+                seeds.append(json.dumps(content | more).encode() + b"\0\0" + file.read_bytes())
             file.unlink()
     elif name == "documents":
         seeds = [b'{"text": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n', b"x = 1\n"]
