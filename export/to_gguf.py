@@ -32,6 +32,13 @@ def main(args: Sequence[str] | None = None) -> None:
         convert(_parser().parse_args(args))
 
 
+def check_config(config: Any, source: str) -> None:
+    """Raise an OptionError for a configuration of which no file can be written without `--like`."""
+    from export.gguf.families import family_of
+
+    family_of(config, source)
+
+
 def convert(options: Namespace) -> Path:
     """Write the GGUF file, print a summary, and return the path of the file.
 

@@ -179,6 +179,27 @@ FAMILIES = {
 """The known architectures by `model_type`."""
 
 
+def family_of(config: PreTrainedConfig, source: Any) -> Family:
+    """Return the architecture of a configuration that a GGUF file can hold.
+
+    Args:
+        config: The configuration of a causal language model.
+        source: The location of the checkpoint, for messages.
+
+    Raises:
+        OptionError: The architecture is not known here, or fields have values that the file cannot
+            hold; all of these are listed.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise OptionError(
+            f"{source}: `model_type` {config.model_type!r} is none of those whose GGUF "
+            f"metadata are made here: {', '.join(FAMILIES)}. {_REMEDY}"
+        )
+    family.fields.require(config, source)
+    return family
+
+
 def layout_of_family(checkpoint: Checkpoint) -> Layout:
     """Return the layout of a checkpoint of a known architecture.
 
@@ -188,14 +209,8 @@ def layout_of_family(checkpoint: Checkpoint) -> Layout:
         FormatError: The files hold tensors that the model lacks.
     """
     config = checkpoint.pretrained_config()
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise OptionError(
-            f"{checkpoint.path}: `model_type` {config.model_type!r} is none of those whose GGUF "
-            f"metadata are made here: {', '.join(FAMILIES)}. {_REMEDY}"
-        )
     # Fields and tokenizer are checked before the weights are read, which takes far longer.
-    family.fields.require(config, checkpoint.path)
+    family = family_of(config, checkpoint.path)
     write_tokenizer, notes = tokenizer_fields(checkpoint, config)
     model = checkpoint.load()
     # The files' values are taken, and not the loaded model's, which are rounded to `dtype`: whether

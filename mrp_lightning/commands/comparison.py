@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.distillation import DistilledPruning
-from mrp_lightning.commands.main import command_named
+from mrp_lightning.commands.main import command_module, command_named
 from mrp_lightning.commands.numbers import memory, number, percent, perplexity
 from mrp_lightning.commands.subject import Subject
 from mrp_lightning.errors import OptionError, TargetError, counted
@@ -59,6 +59,13 @@ class Conversion:
                 "are made of models that do. Leave it out.",
                 "gguf",
             )
+        elif "--like" not in self.options:
+            source = model.model.name_or_path
+            try:
+                command_module(self.command).check_config(model.model.config, source)
+            except OptionError as error:
+                remedy = "`prune` has no such option: leave this out, and write it from the result."
+                raise OptionError(f"{error} {remedy}", "gguf") from error
 
     def convert(self, directory: Path, console: Console) -> None:
         """Run the command, which is shown if it fails, and print the size of the weights."""

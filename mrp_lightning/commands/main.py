@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 from mrp_lightning.commands.command import exit_on_mistake, nearest
 from mrp_lightning.environment import __version__, extra
@@ -113,18 +114,27 @@ def _help() -> str:
     )
 
 
+def command_module(name: str) -> ModuleType:
+    """Return the module of one of this package's own commands.
+
+    Raises:
+        DependencyError: A user's folder hides the package of the command, or an extra is missing.
+    """
+    module, _ = _COMMANDS[name]
+    with extra("cli", f"`{name}`"), _explained_hiding(module):
+        return import_module(module)
+
+
 def command_named(name: str) -> Callable[[list[str]], None]:
     """Return the function that runs a command other than LightningCLI's.
 
     Raises:
-        DependencyError: A user's folder hides the package of the command, or an extra is missing.
+        DependencyError: See `command_module`.
         OptionError: There is no such command.
     """
     main: Callable[[list[str]], None]
     if name in _COMMANDS:
-        module, _ = _COMMANDS[name]
-        with extra("cli", f"`{name}`"), _explained_hiding(module):
-            main = import_module(module).main
+        main = command_module(name).main
         return main
     # Plugins come after the package's own commands, so that none can replace one of these.
     plugins = entry_points(group=GROUP)

@@ -1,5 +1,6 @@
 """`mrp-lightning prune MODEL`: prune, compare with the dense model, save, convert."""
 
+import json
 import shlex
 import sys
 from argparse import Namespace
@@ -122,8 +123,11 @@ def _run(options: Namespace, settings: "Settings | None", out: Path, console: "C
             evaluation.record(out, perplexity={subject.text: scores}, model=str(out))
     for conversion in conversions:
         conversion.convert(out, console)
-    is_causal = bool(evaluation.read(output_path(out)).perplexity)  # encoders have none
-    steps = _next_steps(out, conversions, settings, is_causal)
+    encoder, written = None, output_path(out)
+    if not evaluation.read(written).perplexity:  # encoders have none
+        config = json.loads((written / "config.json").read_text("utf-8"))
+        encoder = str(config["architectures"][0])
+    steps = _next_steps(out, conversions, settings, encoder)
     console.print(problem or steps, soft_wrap=True)
 
 
@@ -282,12 +286,15 @@ def _default_out(options: Namespace, settings: "Settings | None") -> Path:
 
 
 def _next_steps(
-    out: Path, conversions: "Sequence[Conversion]", settings: "Settings | None", is_causal: bool
+    out: Path, conversions: "Sequence[Conversion]", settings: "Settings | None", encoder: str | None
 ) -> str:
-    """Return the next steps as commands."""
+    """Return the next steps as commands.
+
+    `encoder` is the class of a model that predicts no next token, and `None` for one that does.
+    """
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
-    kind = "AutoModelForCausalLM" if is_causal else "the class in its config.json"
+    kind = encoder or "AutoModelForCausalLM"
     subject = "smaller" if settings is None else "pruned"
     lines = [f"The {subject} model is in {out}; {kind}.from_pretrained loads it. Next:"]
     for conversion in conversions:
@@ -304,9 +311,9 @@ def _next_steps(
         is_dense = settings is None or settings.structure is not None
         command = "gguf" if is_dense or is_of_llama_cpp else "export"
         # llama.cpp's files are made of models that predict tokens.
-        if is_causal or command != "gguf":
+        if encoder is None or command != "gguf":
             lines.append(f"  mrp-lightning {command} {directory}")
-    if is_causal:
+    if encoder is None:
         lines += [
             f'  mrp-lightning generate {runnable} --prompt "Once upon a time"',
             f"  mrp-lightning zeroshot {directory} --tasks hellaswag,piqa",

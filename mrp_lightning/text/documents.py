@@ -175,6 +175,11 @@ def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
 def _why_missing(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory without text files and tables"
+    if path.exists():
+        return (
+            f"{path} is a pipe or a device, and text is read more than once. Write it to a file, "
+            "or give it to `mrp-lightning prune` by standard input (`--text -`)"
+        )
     is_url = re.match(r"https?:/", str(path)) is not None
     return f"no such file: {path}{' (download it first: no URLs are read)' * is_url}"
 

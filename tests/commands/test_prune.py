@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from warm import Piped
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
@@ -64,9 +65,10 @@ def perplexity(directory: Path, text: str, windows: int) -> float:
 )
 def test_the_next_step_converts_for_what_runs_the_model(settings, command):
     settings = Settings(**{"method": "JM", **settings})
-    steps = _next_steps(Path("out"), [], settings, True).splitlines()
+    steps = _next_steps(Path("out"), [], settings, None).splitlines()
     assert steps[1].removeprefix("  mrp-lightning ") == command
-    encoders = _next_steps(Path("out"), [], settings, False)
+    encoders = _next_steps(Path("out"), [], settings, "BertModel")
+    assert "BertModel.from_pretrained loads it" in encoders
     assert ("gguf" in encoders, command in encoders) == (False, command == "export out")
 
 
@@ -78,6 +80,32 @@ def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, 
     with pytest.raises(SystemExit):
         main(["prune", str(tiny_llama), *options])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("arcee", {}, "`model_type` 'arcee' is none of those"),
+        ("llama", {"hidden_act": "relu"}, "`hidden_act` is 'relu'"),
+    ],
+)
+def test_a_model_of_which_no_gguf_file_is_made_is_refused_before_the_pruning(
+    kind, values, message, tiny_llama, tmp_path, text, capsys
+):
+    shutil.copytree(tiny_llama, tmp_path / "dense")  # with its tokenizer
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes = json.loads((tiny_llama / "config.json").read_text())
+    config = AutoConfig.for_model(kind, **{name: sizes[name] for name in kept}, **values)
+    config.num_attention_heads = config.num_key_value_heads = sizes["num_attention_heads"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    options = ["--sparsity=0.5", f"--text={text}", f"--out={tmp_path / 'out'}", *SMALL]
+    with pytest.raises(SystemExit):
+        main(["prune", str(tmp_path / "dense"), *options, f"--gguf={tmp_path / 'out.gguf'}"])
+    ended = capsys.readouterr()
+    assert "error: `--gguf`: " in ended.err
+    assert message in ended.err
+    assert "Evaluating" not in ended.out
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_conversion_is_named(capsys, monkeypatch):

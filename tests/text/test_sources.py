@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import time
 
@@ -170,6 +171,9 @@ def test_directories_and_wildcards_stand_for_files(tmp_path):
     message += r"tables; `y`: no such file: .*gone\.$"
     with pytest.raises(FileNotFoundError, match=message):
         expanded({"x": [folder / "*.rst", tmp_path / "empty"], "y": [tmp_path / "gone"]})
+    os.mkfifo(tmp_path / "pipe")  # as `<(zcat text.gz)` is one
+    with pytest.raises(FileNotFoundError, match="pipe is a pipe or a device, .*`--text -`"):
+        expanded({"x": [tmp_path / "pipe"]})
 
 
 @pytest.mark.parametrize(
