@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from mrp_lightning.environment import without_bars
-from mrp_lightning.errors import FormatError, counted, first_line
+from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
     model_class,
@@ -26,7 +25,13 @@ from mrp_lightning.models.checkpoint import (
     weight_files,
 )
 from mrp_lightning.models.companions import find_companions
-from mrp_lightning.models.integrity import RECOMPUTED, check_size, check_values, misfits
+from mrp_lightning.models.integrity import (
+    check_size,
+    check_values,
+    misfits,
+    unexpected_tensors,
+)
+from mrp_lightning.models.loading import read_weights
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
@@ -149,7 +154,7 @@ class Checkpoint:
         tied = {name: names for names in names_of.values() for name in names}
         for stored, name, is_converted, tensor in self.parameters(model):
             if name not in state:
-                lost += [] if RECOMPUTED.search(name) else [stored]
+                lost.append(stored)
             elif is_converted:
                 # A converted parameter can only be read from the model. It is exact if the model's
                 # dtype holds every value of the file's, which for floating point is so iff both
@@ -158,25 +163,15 @@ class Checkpoint:
                 rounded += [] if fits else [stored]
             else:
                 state |= dict.fromkeys(tied.get(name, [name]), tensor)
-        self._require_all_kept(model, lost, rounded)
-        return state
-
-    def _require_all_kept(
-        self, model: PreTrainedModel, lost: Sequence[str], rounded: Sequence[str]
-    ) -> None:
-        kind = type(model).__name__
-        if lost:
-            raise FormatError(
-                f"{self.path} holds {counted(len(lost), 'tensor')} for which a {kind} has no place "
-                f"and which would be lost: {', '.join(lost[:5])}. If the model is another one, "
-                "correct `architectures` or `model_type` in config.json."
-            )
+        if problem := unexpected_tensors(self.path, model, lost):
+            raise FormatError(problem)
         if rounded:
             raise FormatError(
                 f"{self.path} holds {len(rounded)} tensors that are more precise than "
                 f"{model.dtype}, the `dtype` of config.json, from which transformers computes "
                 f"parameters: {', '.join(rounded[:5])}. Correct `dtype`, or save them in it."
             )
+        return state
 
     def grid_parameters(self) -> dict[str, GridParameters]:
         """Read the grid parameters that the pruning kept, float32, by layers' names; maybe none.
@@ -220,10 +215,9 @@ class Checkpoint:
         # The size is checked on a model without weights, before memory is taken: a wrong
         # configuration could ask for any amount.
         check_size(build_without_weights(config), self.num_bytes, self.path)
-        options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
-        options["ignore_mismatched_sizes"] = True  # `misfits` reports them
-        with without_bars():
-            model, loading = model_class(config).from_pretrained(self.path, **options)
+        kind: Any = model_class(config)
+        model: PreTrainedModel
+        model, loading = read_weights(kind, self.path, self.path, dtype="auto")
         if problem := misfits(self.path, model, loading):
             raise FormatError(problem)
         return model

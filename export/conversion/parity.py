@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
 from export.loading import load
-from mrp_lightning.errors import DataError, ParityError, first_line
+from mrp_lightning.errors import ParityError
 from mrp_lightning.models.checkpoint import longest_sequence
+from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.text.windows import SEPARATOR, Cutter
 from mrp_sparse.eight_bit_head import round_head
@@ -44,7 +45,6 @@ MIN_TOKENS = 4096
 _WINDOW = 512
 _CHARACTERS = 100
 """More characters than tokens have on average: a longer text is not tokenized to its end."""
-_TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 
 @dataclass(frozen=True)
@@ -308,17 +308,12 @@ def text_windows(source: Checkpoint, model: PreTrainedModel) -> tuple[Tensor, st
     """
     length = min(_WINDOW, longest_sequence(model.config) or _WINDOW)
     count = math.ceil(MIN_TOKENS / (length - 1))
-    if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
+    tokenizer = find_tokenizer(str(source.path))
+    if tokenizer is None:
         vocabulary = model.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         windows = torch.randint(vocabulary, (count, length), generator=generator)
         return windows, "random tokens, as the checkpoint has no tokenizer"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path)
-    except (ImportError, OSError, ValueError) as error:
-        raise DataError(
-            f"The tokenizer in {source.path} cannot be loaded: {first_line(error)}"
-        ) from error
     text = StandardLibrary()
     documents, label = text.documents("test"), text.label("test")
     # The text is cut before it is tokenized, whose time grows with its length.

@@ -39,11 +39,6 @@ class Predictor:
         self._head: nn.Module | None = model.get_output_embeddings()
         self._is_tested = False
 
-    @property
-    def whole(self) -> bool:
-        """Whether the model runs as a whole, with the logits of all tokens in memory."""
-        return self._head is None
-
     def parameters(self) -> list[nn.Parameter]:
         """Return the head's trained parameters."""
         head = [] if self._head is None else self._head.parameters()

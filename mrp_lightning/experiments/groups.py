@@ -219,29 +219,25 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
     for run in runs:
         key = [run.trial.recipe, str(run.trial.changed), run.complete, run.exported, _config(run)]
         groups.setdefault(json.dumps(key, sort_keys=True), []).append(run)
-    members = list(groups.values())
-    labels = []
-    for of in members:
-        # Options that differ among the groups of one recipe are in the label.
-        trial = of[0].trial
-        alike = [
-            _options(other[0])
-            for other in members
-            if (other[0].trial.recipe, other[0].trial.changed) == (trial.recipe, trial.changed)
-        ]
-        values = {key: {one[key] for one in alike if key in one} for one in alike for key in one}
-        own = _options(of[0])
-        parts = [trial.label]
-        parts += [f"{trial.changed.option} {trial.changed.value_text}"] if trial.changed else []
-        parts += [f"{key} {own[key]}" for key in own if len(values[key]) > 1]
-        parts += [of[0].exported or "", "" if of[0].complete else "incomplete"]
-        labels.append(", ".join(filter(None, parts)))
+    labels = {key: _label(of[0], runs) for key, of in groups.items()}
     # A label has to be unique within its setting, as tables and pictures use it as a key.
-    names = Counter((of[0].trial.setting, label) for of, label in zip(members, labels, strict=True))
+    names = Counter((of[0].trial.setting, labels[key]) for key, of in groups.items())
     return [
         RunGroup(of, f"{label} ({of[0].name})" if names[of[0].trial.setting, label] > 1 else label)
-        for of, label in zip(members, labels, strict=True)
+        for label, of in zip(labels.values(), groups.values(), strict=True)
     ]
+
+
+def _label(run: RunDirectory, runs: Sequence[RunDirectory]) -> str:
+    """Return the recipe or method of a run, and what distinguishes it from others of that."""
+    trial, own = run.trial, _options(run)
+    same = (trial.recipe, trial.changed)
+    alike = [_options(x) for x in runs if (x.trial.recipe, x.trial.changed) == same]
+    parts = [trial.label]
+    parts += [f"{trial.changed.option} {trial.changed.value_text}"] if trial.changed else []
+    parts += [f"{key} {own[key]}" for key in own if len({x[key] for x in alike if key in x}) > 1]
+    parts += [run.exported or "", "" if run.complete else "incomplete"]
+    return ", ".join(filter(None, parts))
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:

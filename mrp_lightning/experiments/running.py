@@ -368,7 +368,8 @@ def digests(config: Any, *, prunes: bool) -> dict[str, str]:
     by_name = {}
     for name, files in inputs.items():
         with suppress(FileNotFoundError, DataError, FormatError, OptionError):
-            if checksums := [_checksum(file) for file in files()]:
+            stats = [(file, file.stat()) for file in files()]
+            if checksums := [_checksum(f, s.st_size, s.st_mtime_ns) for f, s in stats]:
                 by_name[name] = hashlib.sha256("\n".join(checksums).encode()).hexdigest()
     return by_name
 
@@ -391,11 +392,6 @@ def _beside_weights(directory: Path) -> list[Path]:
     return sorted(file for file in files if file.is_file())
 
 
-def _checksum(file: Path) -> str:
-    status = file.stat()
-    return _checksum_of(file, status.st_size, status.st_mtime_ns)
-
-
 @cache  # size and time of change are a part of the key: a file that was replaced is read again
-def _checksum_of(file: Path, size: int, changed: int) -> str:  # noqa: ARG001
+def _checksum(file: Path, size: int, changed: int) -> str:  # noqa: ARG001
     return sha256_of(file)

@@ -13,7 +13,7 @@ from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
 from mrp_lightning.records.report import PruningReport, is_of_vocabulary_alone
 from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.storage.files import save_ours
+from mrp_lightning.storage.files import save_ours, visible_files
 from mrp_lightning.storage.json_files import as_json, read_as, read_json
 
 TRIAL = "run.json"
@@ -120,27 +120,18 @@ def find_runs(*roots: Path) -> list[RunDirectory]:
     for root in roots:
         if not root.is_dir():
             raise FileNotFoundError(f"`RUN_DIR`: {root} is no directory.")
-        runs_beneath = _directories_of_runs(root)
+        names = (report.NAME, records.NAME)
+        # Hidden directories hold incomplete runs.
+        runs_beneath = {file.parent for file in visible_files(root) if file.name in names}
         if not runs_beneath:
             raise FileNotFoundError(
                 f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
                 "with `save_dir` writes the first, `zeroshot` and `test` the second."
             )
         # Several roots may overlap. Their paths are resolved, so that each run counts once.
-        paths |= {path if len(roots) == 1 else path.resolve() for path in runs_beneath}
+        paths |= {run if len(roots) == 1 else run.resolve() for run in runs_beneath}
     runs = [read_run(directory, _name(directory, parent)) for directory in sorted(paths)]
     return sorted(runs, key=_rank)
-
-
-def _directories_of_runs(root: Path) -> list[Path]:
-    """Return the directories at and beneath a root that hold a run, without hidden ones."""
-    directories_of_runs = []
-    for path, directories, files in os.walk(root):
-        # `os.walk` goes down this very list. Hidden directories are those of incomplete runs.
-        directories[:] = [name for name in directories if not name.startswith(".")]
-        if report.NAME in files or records.NAME in files:
-            directories_of_runs.append(Path(path))
-    return directories_of_runs
 
 
 def read_run(directory: Path, name: str) -> RunDirectory:

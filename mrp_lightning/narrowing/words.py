@@ -330,14 +330,6 @@ def renumbered_tokenizer(
     return smaller
 
 
-def _plain(tokenizer: Any) -> Tokenizer:
-    """Return a copy of the tokenizer of the library, without truncation and padding."""
-    copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
-
-
 def _strings(documents: Sequence[str]) -> Iterator[str]:
     """Yield strings of random places of a text."""
     draw = random.Random(0)
@@ -372,7 +364,7 @@ def prove_words(
         TargetError: A string is lost, or one of kept words has other ones.
         DataError: No string of the text has kept words alone.
     """
-    proof, smaller = {"same_words": 0}, _plain(tokenizer)
+    proof, smaller = {"same_words": 0}, Vocabulary.of(tokenizer).tokenizer
     window: list[int] = []
     for kind, strings in {"text": _strings(documents), "unicode": _random_strings()}.items():
         tried = [*strings]
