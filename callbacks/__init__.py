@@ -3,20 +3,5 @@
 Use the long name if your project has a folder called `callbacks`.
 """
 
-from mrp_lightning.callbacks import (
-    KeepBest,
-    KeepSparsity,
-    MRPCallback,
-    PruningCallback,
-    SaveEvaluation,
-    SaveModel,
-)
-
-__all__ = [
-    "KeepBest",
-    "KeepSparsity",
-    "MRPCallback",
-    "PruningCallback",
-    "SaveEvaluation",
-    "SaveModel",
-]
+from mrp_lightning.callbacks import *  # noqa: F403
+from mrp_lightning.callbacks import __all__ as __all__

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from export.conversion.checkpoint import Checkpoint
 from mrp_lightning.errors import OptionError, counted
 from mrp_lightning.models.loading import load_tokenizer
+from mrp_lightning.text.windows import Cutter
 
 _REMEDY = "Give a GGUF file of the same model with --like."
 
@@ -250,10 +251,8 @@ def _pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 def _around(tokenizer: Any, file: Path) -> tuple[list[int], list[int]]:
     """Return the tokens that a tokenizer puts before and after a text, at most one each."""
-    text = tokenizer("x", add_special_tokens=False).input_ids
-    whole = tokenizer("x").input_ids
-    starts = [i for i in range(len(whole)) if whole[i : i + len(text)] == text]
-    first, last = whole[: starts[0]], whole[starts[0] + len(text) :]
+    cutter = Cutter(tokenizer, length=2**16)  # no text is cut here
+    first, last = cutter.prefix.tolist(), cutter.suffix.tolist()
     if len(first) > 1 or last not in ([], [tokenizer.eos_token_id]):
         raise OptionError(
             f"{file} puts {tokenizer.convert_ids_to_tokens(first)} before a text and "
