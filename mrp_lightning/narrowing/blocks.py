@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
-from mrp_lightning.narrowing.unit_parts import PLAIN, Unfit, built
+from mrp_lightning.narrowing.unit_parts import PLAIN, UnfitError, built
 from mrp_lightning.targets.blocks import Block, named_modules
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import uncompiled, without_compiled
@@ -149,12 +149,10 @@ def _renumbered(plan: ShorteningPlan, removed: Sequence[int]) -> list[Attribute]
     model, number = plan.model, len(plan.blocks)
     if getattr(model.config.get_text_config(), _NUMBER, None) != number:
         raise _cannot(model, f"its configuration has no `{_NUMBER}` that is {number}")
-    dense, shorter = built(model, {}), built(model, config_without(plan, removed))
-    for twin in (dense, shorter):
-        if isinstance(twin, Unfit):
-            raise _cannot(model, f"its configuration cannot say fewer of them ({twin.reason})")
-    assert isinstance(dense, PreTrainedModel)
-    assert isinstance(shorter, PreTrainedModel)
+    try:
+        dense, shorter = built(model, {}), built(model, config_without(plan, removed))
+    except UnfitError as unfit:
+        raise _cannot(model, f"its configuration cannot say fewer of them ({unfit})") from unfit
     blocks = _find_list(model, plan.blocks)
     path = next(without_compiled(name) for name, m in model.named_modules() if m is blocks)
     numbers = {f"{path}.{k}.": f"{path}.{i}." for i, k in enumerate(_kept(plan, removed))}

@@ -88,12 +88,12 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
         multiple = _MULTIPLE if kind == "neurons" else 1
         kept = _kept(kind, units, sparsity, multiple, _least(text, kind))
         entry = _Entry(model, kind, plan, dense, units, entries)
-        fit = entry.fit(kept)
-        if isinstance(fit, Unfit) and fit.by_transformers:
-            fit = _refuse_with_nearest(entry, kept, sparsity, fit)
-        if isinstance(fit, Structure):
-            return fit
-        reasons.append(f"{' and '.join(entries)}: {fit.reason}")
+        try:
+            return entry.fit(kept)
+        except UnfitError as unfit:
+            if unfit.by_transformers:
+                unfit = _refuse_with_nearest(entry, kept, sparsity, unfit)
+            reasons.append(f"{' and '.join(entries)}: {unfit}")
     names = ", ".join({"neurons": _NEURONS, "heads": (_GROUPS, _HEADS), "experts": _EXPERTS}[kind])
     listed = "; ".join(reasons) or f"it has none of the entries {names}"
     raise _cannot(model, kind, f"its configuration cannot say fewer of them ({listed})")
@@ -101,9 +101,10 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
 
 def _as_configured(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """Return the model without weights by its own configuration, which must give its shapes."""
-    dense = built(model, {})
-    if isinstance(dense, Unfit):
-        raise _cannot(model, kind, dense.reason)
+    try:
+        dense = built(model, {})
+    except UnfitError as unfit:
+        raise _cannot(model, kind, str(unfit)) from unfit
     shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
     parameters = {without_compiled(name): p for name, p in model.named_parameters()}
     if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
@@ -111,12 +112,15 @@ def _as_configured(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     return dense
 
 
-@dataclass(frozen=True)
-class Unfit:
-    """The reason why a changed configuration does not describe the model with fewer units."""
+class UnfitError(Exception):
+    """A changed configuration does not describe the model with fewer parts; the message says why.
 
-    reason: str
-    by_transformers: bool = False  # transformers refuses this number, and may take another one
+    `by_transformers` is true if transformers refuses this number of parts, and may take another.
+    """
+
+    def __init__(self, reason: str, *, by_transformers: bool = False) -> None:
+        super().__init__(reason)
+        self.by_transformers = by_transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,23 +134,22 @@ class _Entry:
     units: int  # the present number
     per_unit: Sizes  # the entries, for one unit
 
-    def fit(self, kept: int) -> "Structure | Unfit":
-        """Return the structure in which `kept` units remain, or why there is none."""
+    def fit(self, kept: int) -> Structure:
+        """Return the structure in which `kept` units remain; `UnfitError` if there is none."""
         config = {name: kept * each for name, each in self.per_unit.items()}
         if self.kind == "heads":  # pinned, so that fewer heads do not become larger ones
             text = self.model.config.get_text_config()
             size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             config["head_dim"] = size
-        narrower = built(self.model, config)
-        if isinstance(narrower, Unfit):
-            return narrower
-        comparison = _Comparison(self, narrower, kept)
+        comparison = _Comparison(self, built(self.model, config), kept)
         if (reason := comparison.why_unfit()) is not None:
-            return Unfit(reason)
+            raise UnfitError(reason)
         return comparison.structure(config)
 
 
-def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: Unfit) -> Unfit:
+def _refuse_with_nearest(
+    entry: _Entry, kept: int, sparsity: float, refusal: UnfitError
+) -> UnfitError:
     """Raise an OptionError with the nearest number of units that transformers accepts.
 
     Returns the reason why there is no such number.
@@ -155,14 +158,15 @@ def _refuse_with_nearest(entry: _Entry, kept: int, sparsity: float, refusal: Unf
     # Nearest first, of two equally near the one that keeps more. Only a refusal by transformers
     # depends on the number, so that the first other reason holds for all of them.
     for count in sorted(range(1, units), key=lambda count: (abs(count - kept), -count)):
-        fit = entry.fit(count)
-        if isinstance(fit, Unfit):
-            if fit.by_transformers:
+        try:
+            entry.fit(count)
+        except UnfitError as unfit:
+            if unfit.by_transformers:
                 continue
-            return fit
+            return unfit
         raise OptionError(
-            f"`structure: {fit.kind}`: `sparsity` {sparsity:g} would leave {kept} of {units} "
-            f"{fit.kind} a block, which transformers refuses for this model ({refusal.reason}). "
+            f"`structure: {entry.kind}`: `sparsity` {sparsity:g} would leave {kept} of {units} "
+            f"{entry.kind} a block, which transformers refuses for this model ({refusal}). "
             f"The nearest number that it takes is {count}: give `sparsity` "
             f"{(units - count) / units:.3g}."
         )
@@ -237,25 +241,25 @@ def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1)
     )
 
 
-def built(model: PreTrainedModel, entries: Mapping[str, Any]) -> PreTrainedModel | Unfit:
-    """Build the model without weights from a changed configuration, or return why it fails."""
+def built(model: PreTrainedModel, entries: Mapping[str, Any]) -> PreTrainedModel:
+    """Build the model without weights from a changed configuration; `UnfitError` if it fails."""
     config = copy.deepcopy(model.config)
     try:
         for name, value in entries.items():
             setattr(config.get_text_config(), name, value)
-    except AttributeError:  # read-only, as Falcon's computed `head_dim`
-        return Unfit(f"{name} follows from other entries")
+    except AttributeError as error:  # read-only, as Falcon's computed `head_dim`
+        raise UnfitError(f"{name} follows from other entries") from error
     try:
         config = type(config).from_dict(config.to_dict())
     except StrictDataclassError as error:  # a validator of transformers
         reason = str(error).splitlines()[-1].strip(" .").removeprefix("ValueError: ")
-        return Unfit(reason, by_transformers=True)
+        raise UnfitError(reason, by_transformers=True) from error
     except ValueError as error:  # a check in a class's own code
-        return Unfit(first_line(error))
+        raise UnfitError(first_line(error)) from error
     try:
         return build_without_weights(config, kind=type(model))
     except FormatError as error:
-        return Unfit(str(error))
+        raise UnfitError(str(error)) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.errors import OptionError, counted
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
-from mrp_lightning.narrowing.unit_parts import Unfit, built, different_attributes
+from mrp_lightning.narrowing.unit_parts import UnfitError, built, different_attributes
 from mrp_lightning.narrowing.words import Vocabulary, cannot_cut, prove_words, renumbered_tokenizer
 
 _COMPARED = 128
@@ -207,13 +207,11 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
             differ.
     """
     text = model.config.get_text_config()
-    dense = built(model, {})
-    smaller = built(model, {name: value for owner, name, value in entries if owner is text})
-    for twin in (dense, smaller):
-        if isinstance(twin, Unfit):
-            raise cannot_cut(f"its configuration cannot say fewer words ({twin.reason})")
-    assert isinstance(dense, PreTrainedModel)
-    assert isinstance(smaller, PreTrainedModel)
+    changed = {name: value for owner, name, value in entries if owner is text}
+    try:
+        dense, smaller = built(model, {}), built(model, changed)
+    except UnfitError as unfit:
+        raise cannot_cut(f"its configuration cannot say fewer words ({unfit})") from unfit
     size, rows = len(kept), dense.config.get_text_config().vocab_size
     tensors, fewer = (
         dict(chain(m.named_parameters(remove_duplicate=False), m.named_buffers()))
@@ -226,14 +224,14 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
         shape, new = tensor.shape, fewer[name].shape if name in fewer else None
         if shape == new:
             continue
-        changed = [d for d, (a, b) in enumerate(zip(shape, new or (), strict=False)) if a != b]
-        is_of_words = new is not None and len(shape) == len(new) and len(changed) == 1
-        if not is_of_words or (shape[changed[0]], fewer[name].shape[changed[0]]) != (rows, size):
+        dims = [d for d, (a, b) in enumerate(zip(shape, new or (), strict=False)) if a != b]
+        is_of_words = new is not None and len(shape) == len(new) and len(dims) == 1
+        if not is_of_words or (shape[dims[0]], fewer[name].shape[dims[0]]) != (rows, size):
             raise cannot_cut(f"{name} would get another shape than one with {size:,} rows")
         path, _, key = name.rpartition(".")
         original = getattr(modules[path], key)
         if id(original) not in made:
-            rest = original.detach().index_select(changed[0], kept.to(original.device))
+            rest = original.detach().index_select(dims[0], kept.to(original.device))
             is_parameter = isinstance(original, nn.Parameter)
             made[id(original)] = (
                 nn.Parameter(rest, requires_grad=original.requires_grad) if is_parameter else rest
