@@ -1,8 +1,12 @@
 """Distillation in a trainer: what is trained, what is logged, resumed and refused."""
 
+import argparse
 import copy
+import inspect
 import json
 import shutil
+import tarfile
+import typing
 
 import lightning
 import pytest
@@ -11,7 +15,7 @@ from quiet import QUIET
 from torch.utils.data import DataLoader
 
 from callbacks import KeepBest, KeepSparsity, MRPCallback, SaveModel
-from mrp_lightning import CausalLM, Distillation, OptionError, Trainer
+from mrp_lightning import CausalLM, Distillation, OptionError, TextDataModule, Trainer
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.targets.blocks import pruned_layers
@@ -19,10 +23,10 @@ from mrp_lightning.targets.blocks import pruned_layers
 
 @pytest.fixture(scope="module")
 def windows():
-    """Text that the embedded model knows: its own package's source, in windows of 64 tokens."""
-    from mrp_lightning import TextDataModule
-
-    data = TextDataModule(sequence_length=64, num_samples=168, tokenizer=STDLIB_LLAMA)
+    """Text of the kind that the embedded model knows, in windows of 64 tokens."""
+    files = [module.__file__ for module in (argparse, inspect, tarfile, typing)]
+    size = {"sequence_length": 64, "num_samples": 168}
+    data = TextDataModule(train_files=files, tokenizer=STDLIB_LLAMA, **size)
     return data.calibration_windows()
 
 

@@ -3,12 +3,11 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -187,13 +186,20 @@ def test_names_that_the_model_lacks_are_refused(packed):
 
 def test_import_export_teaches_transformers_that_refused_before(exports, tmp_path):
     packed = exports("packed", tmp_path).packed
-    code = (
-        "import sys; from transformers import AutoModelForCausalLM as M\n"
-        "try: sys.exit(type(M.from_pretrained(sys.argv[1])).__name__)\n"
-        "except RuntimeError: import export\n"
-        "print(type(M.from_pretrained(sys.argv[1]).model.layers[0].mlp.up_proj).__name__)"
-    )
-    command = [sys.executable, "-c", code, str(packed)]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    code = """
+import sys
+from transformers import AutoModelForCausalLM as M
+from transformers.quantizers import auto
+for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+    for name in [name for name, kind in known.items() if kind.__module__.startswith("mrp_")]:
+        del known[name]
+for name in [*sys.modules]:
+    if name.partition(".")[0] == "export" or name == "mrp_sparse.huggingface":
+        del sys.modules[name]
+try: sys.exit(type(M.from_pretrained(sys.argv[1])).__name__)
+except RuntimeError: import export
+print(type(M.from_pretrained(sys.argv[1]).model.layers[0].mlp.up_proj).__name__)
+"""
+    ended = warm.run(["-c", code, packed])
     assert ended.stdout.split() == ["Sparse24Linear"], ended.stderr
     assert len(re.findall(rf"^{NOTE} +\| UNEXPECTED", ended.stderr, flags=re.M)) == 1

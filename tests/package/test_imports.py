@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,25 +218,67 @@ with without_noise(): from transformers import LlamaForCausalLM
 """,
 }
 _TAKE = """
-import json, sys
-loaded = {}
-for name, code in json.loads(sys.argv[1]).items():
-    finders = [*sys.meta_path]
+import json, logging, pkgutil, sys, warnings
+from importlib import import_module
+
+def watch(owner, name):
+    method = getattr(owner, name)
+    def watched(*args, **kwargs):
+        caller = sys._getframe(1).f_globals["__name__"]
+        if is_import and caller.partition(".")[0] in packages:
+            changes.append(f"{caller}: {name}{args}")
+        return method(*args, **kwargs)
+    setattr(owner, name, watched)
+
+for name in ("filterwarnings", "simplefilter"):
+    watch(warnings, name)
+for name in ("setLevel", "addFilter", "addHandler", "removeHandler"):
+    watch(logging.Logger, name)
+changes, loaded = [], {}
+steps, packages = json.loads(sys.argv[1])
+for step, code in steps.items():
+    finders, is_import = [*sys.meta_path], step != "command"
     exec(code)
-    loaded[name] = [[*sys.modules], sys.meta_path == finders]
-print(json.dumps(loaded))
+    loaded[step] = [[*sys.modules], sys.meta_path == finders]
+print("all steps are taken", file=sys.stderr)
+import lightning.pytorch
+shown_by, is_import = (warnings.showwarning, warnings.formatwarning), True
+imported = 0
+for package in packages:
+    for module in pkgutil.walk_packages(import_module(package).__path__, f"{package}."):
+        if not module.name.endswith("__main__"):
+            try:
+                import_module(module.name)
+                imported += 1
+            except ImportError:  # vLLM is not installed everywhere
+                pass
+if shown_by != (warnings.showwarning, warnings.formatwarning):
+    changes.append("how warnings are shown")
+print(json.dumps([loaded, changes, imported]))
 """
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
-    """The modules in a process of its own after each of `STEPS`, none of which writes anything."""
-    command = [sys.executable, "-c", _TAKE, json.dumps(STEPS)]
+def process() -> tuple[dict[str, Any], list[str], int]:
+    """Take `STEPS`, which write nothing, in a process of its own, and then import every module."""
+    command = [sys.executable, "-c", _TAKE, json.dumps([STEPS, [*PACKAGES]])]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert ended.stderr == ""
-    after = json.loads(ended.stdout)
+    assert ended.stderr.startswith("all steps are taken\n")
+    return json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def loaded(process) -> dict[str, set[str]]:
+    """The modules after each of `STEPS`."""
+    after, *_ = process
     assert all(after[step][1] for step in ("package", "floor")), "Python's finders are changed"
     return {step: {*names} for step, (names, _) in after.items()}
+
+
+def test_importing_changes_no_other_packages_messages(process):
+    _, changes, imported = process
+    assert changes == []
+    assert imported > 150
 
 
 def test_the_package_waits_with_all_that_takes_time(loaded):

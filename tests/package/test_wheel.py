@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from export.to_sparse import main as to_sparse
-from mrp_lightning import __version__
+from mrp_lightning import CausalLM, __version__
 from mrp_sparse import __version__ as runtime_version
 from mrp_sparse.kernels import library
 
@@ -81,18 +81,18 @@ def python(wheels, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runtime(wheels, tmp_path_factory) -> Path:
-    """The Python of an environment with the wheel of the runtime alone."""
-    return environment(tmp_path_factory.mktemp("runtime"), wheels["mrp_sparse"])
-
-
-def prune_weights(source: Path, directory: Path) -> None:
-    """Save a model, two of every four weights of each layer set to zero."""
-    model = AutoModelForCausalLM.from_pretrained(source)
+def packed(tiny_llama, tmp_path_factory) -> Path:
+    """A model without two of every four weights of each layer, packed; `pruned` lies beside it."""
+    root = tmp_path_factory.mktemp("models")
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     for name, module in model.named_modules():
         if name.endswith("proj"):
             module.weight.data.view(-1, 4)[:, :2] = 0
-    model.save_pretrained(directory)
+    model.save_pretrained(root / "pruned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("export.conversion.parity.MIN_TOKENS", 512)
+        to_sparse([str(root / "pruned"), "--out", str(root / "packed")])
+    return root / "packed"
 
 
 def run(*command: str | Path) -> str:
@@ -144,18 +144,14 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
     assert files == (here - sources) | {built}
 
 
-@pytest.mark.usefixtures("short_library")
 def test_the_runtime_has_compiled_kernels_and_loads_a_packed_model_by_itself(
-    wheels, runtime, tiny_llama, tmp_path, monkeypatch
+    wheels, python, packed
 ):
-    """It needs no compiler, and neither has nor needs what prunes."""
-    monkeypatch.chdir(tmp_path)
+    """It needs no compiler, and nothing that prunes."""
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheels["mrp_sparse"].name)
-    prune_weights(tiny_llama, Path("pruned"))
-    to_sparse(["pruned", "--out", "packed"])
     code = """
 import json, sys
-unwanted = ("mrp_lightning", "lightning", "jsonargparse", "rich", "pydantic")
+unwanted = ("mrp_lightning", "callbacks", "export", "lightning", "jsonargparse", "rich", "pydantic")
 sys.modules.update(dict.fromkeys(unwanted))  # an import of these fails
 import mrp_sparse, torch
 from mrp_sparse.formats import bitmask
@@ -164,21 +160,23 @@ from transformers import AutoModelForCausalLM
 weight, x = torch.eye(8, 40).bfloat16(), torch.arange(120.0).view(3, 40).bfloat16()
 values, bits = bitmask.pack(weight)
 y = operator.linear_bitmask(x, values, bits, bitmask.row_offsets(bits), None)
-model = AutoModelForCausalLM.from_pretrained("packed")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 layers = sum(isinstance(m, mrp_sparse.Sparse24Linear) for m in model.modules())
 written = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
 print(json.dumps([library.load(), torch.equal(y, x[:, :8]), library.__file__, layers, written]))
 """
-    loaded, is_right, file, layers, written = json.loads(run(runtime, "-c", code))
+    loaded, is_right, file, layers, written = json.loads(run(python, "-c", code, packed))
     assert (loaded, is_right) == (True, True)
-    assert Path(file).is_relative_to(runtime.parents[1])
-    model = AutoModelForCausalLM.from_pretrained("pruned")
+    assert Path(file).is_relative_to(python.parents[1])
+    model = AutoModelForCausalLM.from_pretrained(packed.with_name("pruned"))
     expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
     assert layers == sum(name.endswith("proj") for name, _ in model.named_modules())
     assert written == expected[0].tolist()
 
 
-def test_the_wheel_prunes_and_packs_in_another_directory(python, tiny_llama, tmp_path, monkeypatch):
+def test_the_wheel_prunes_and_packs_in_another_directory(
+    python, packed, tiny_llama, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     configs = python.parents[1] / "share" / "mrp-lightning" / "configs"
     Path("text.txt").write_text("def f(x):\n    return x + 1\n" * 400)
@@ -187,26 +185,28 @@ def test_the_wheel_prunes_and_packs_in_another_directory(python, tiny_llama, tmp
     config = f"--config={configs}/patterns/2of4.yaml"
     save = "--trainer.callbacks.init_args.save_dir=pruned"
     predict = ["predict", config, f"--model.model={tiny_llama}", save, *data, *quiet]
+    # A project may have a folder `export` of its own, which Python finds first.
+    Path("export").mkdir()
+    Path("export/__init__.py").write_text("raise SystemExit('this is mine')\n")
     # All in one process: what is imported takes longer than what is done.
     code = (
-        "import mrp_lightning; print(mrp_lightning.__file__);"
+        "import mrp_lightning, shutil; print(mrp_lightning.__file__);"
         "from mrp_lightning.embedded import STDLIB_LLAMA; print(STDLIB_LLAMA);"
+        f"print(mrp_lightning.CausalLM({str(packed)!r}).model);"
+        "shutil.rmtree('export');"
         "from mrp_lightning.commands.main import main;"
         f"main({predict!r}); main(['export', 'pruned'])"
     )
-    package, model = map(Path, run(python, "-c", code).splitlines()[:2])
+    shown = run(python, "-c", code)
+    assert "Sparse24Linear" in shown
+    package, model = map(Path, shown.splitlines()[:2])
     assert package.is_relative_to(python.parents[1])
     assert model.is_relative_to(package.parent)
     report = json.loads(Path("pruned/pruning_report.json").read_text())
     assert report["versions"]["mrp_lightning"] == __version__
     assert report["totals"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
     assert not report["totals"]["skipped"]
-    assert Path("pruned-sparse24/model.safetensors").is_file()
-    # A project may have a folder `export` of its own, which Python finds first.
-    Path("export").mkdir()
-    Path("export/__init__.py").write_text("raise SystemExit('this is mine')\n")
-    load = "from mrp_lightning import CausalLM; print(CausalLM('pruned-sparse24').model)"
-    assert "Sparse24Linear" in run(python, "-c", load)
+    assert "Sparse24Linear" in str(CausalLM("pruned-sparse24").model)
 
 
 def test_the_command_is_installed(python):

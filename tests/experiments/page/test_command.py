@@ -1,9 +1,5 @@
 """`python -m mrp_lightning report`: what it refuses, what it replaces."""
 
-import re
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -73,15 +69,3 @@ def test_out_is_no_directory(tmp_path, save_run):
     save_run(tmp_path)
     with pytest.raises(FileExistsError, match="expected a file"):
         main([str(tmp_path), "--out", str(tmp_path)])
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, save_run):
-    save_run(tmp_path)
-    code = (
-        "import sys; sys.modules['matplotlib'] = None;"
-        f"from mrp_lightning.commands.main import main; main(['report', {str(tmp_path)!r}])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert shown.returncode == 2
-    assert shown.stderr.startswith("error: `report` needs packages that are not installed")
-    assert re.search(r"pip install -e '(/.*)\[report\]'\n$", shown.stderr)
