@@ -145,9 +145,10 @@ def test_the_runtime_is_in_its_own_wheel(wheels):
 
 
 def test_the_runtime_has_compiled_kernels_and_loads_a_packed_model_by_itself(
-    wheels, python, packed
+    wheels, python, packed, tmp_path, monkeypatch
 ):
     """It needs no compiler, and nothing that prunes."""
+    monkeypatch.chdir(tmp_path)
     assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheels["mrp_sparse"].name)
     code = """
 import json, sys
