@@ -3,6 +3,7 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -140,14 +141,28 @@ def _first_files(read: Callable[[str], Iterator[str]], split: str) -> list[str]:
     return files
 
 
-@pytest.fixture
-def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session")
+def shortened() -> Callable[[], AbstractContextManager[None]]:
     """Make the embedded text its first files, and exports compare logits on little of it."""
     from mrp_lightning.text import sources
 
     read: Any = sources.standard_library
-    monkeypatch.setattr(sources, "standard_library", lambda split: _first_files(read, split))
-    monkeypatch.setattr("export.conversion.parity.MIN_TOKENS", 512)
+
+    @contextmanager
+    def short() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sources, "standard_library", lambda split: _first_files(read, split))
+            patch.setattr("export.conversion.parity.MIN_TOKENS", 512)
+            yield
+
+    return short
+
+
+@pytest.fixture
+def short_library(shortened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Read little text in a test."""
+    with shortened():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,13 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401
 import pytest
 
+LINES = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400))
+
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
     """A file of text, in the working directory of the test."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400)))
+    path.write_text(LINES)
     return path

@@ -36,22 +36,6 @@ def test_a_command_builds_no_parser_of_another():
     }
 
 
-def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, capsys):
-    from transformers import AutoModelForCausalLM
-
-    out = tmp_path / "pruned"
-    options = "--trainer.callbacks.pattern=2:4", f"--trainer.callbacks.save_dir={out}"
-    prune(tiny_llama, text, *options)
-    pruned = AutoModelForCausalLM.from_pretrained(out)
-    weight = pruned.model.layers[1].mlp.down_proj.weight
-    assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all()
-    assert (out / "pruning_report.json").is_file()
-    assert (out / "tokenizer.json").is_file()
-    capsys.readouterr()
-    main(arguments("test", out, text))
-    assert "perplexity" in capsys.readouterr().out
-
-
 def test_a_model_is_named_as_in_other_commands(tiny_llama, text, tmp_path, capsys):
     _, _, *rest = arguments("test", tiny_llama, text)
     (tmp_path / "run.yaml").write_text(f"model: {tiny_llama}\n")
@@ -136,7 +120,6 @@ def test_text_of_a_later_file_wins(tiny_llama, text, tmp_path, capsys):
     [
         (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.sparsity=0.5"], "sparsity"),
         (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.targets=[q_porj]"], "q_proj"),
-        (["--trainer.callbacks.pattern=2:4", "--model.model=./absent"], "no directory ./absent"),
         (["--trainer.callbacks.pattern=2:4", "--data.sequence_length=4096"], "positions"),
         (["--trainer.callbacks.pattern=2:4", "--data.calibration=c4"], "not several of them"),
     ],
@@ -161,7 +144,9 @@ def test_the_module_and_the_console_script_start(tmp_path):
         assert "predict" in shown.stdout
 
 
-def test_the_dense_and_the_pruned_perplexity_meet_on_the_page(tiny_llama, tmp_path, capsys):
+def test_predict_prunes_and_both_perplexities_meet_on_the_page(tiny_llama, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
     pytest.importorskip("matplotlib", reason="the page needs the extra `report`")
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text())
@@ -171,10 +156,17 @@ def test_the_dense_and_the_pruned_perplexity_meet_on_the_page(tiny_llama, tmp_pa
     prune = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
     prune.append(f"--trainer.callbacks.save_dir={runs / 'pruned'}")
     main(["predict", *options, *prune, f"--model.model={tiny_llama}"])
+    pruned = AutoModelForCausalLM.from_pretrained(runs / "pruned")
+    weight = pruned.model.layers[1].mlp.down_proj.weight
+    assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all()
+    assert (runs / "pruned" / "pruning_report.json").is_file()
+    assert (runs / "pruned" / "tokenizer.json").is_file()
     before = sorted(tiny_llama.iterdir())
     main(["test", *options, f"--model.model={tiny_llama}"])
     assert sorted(tiny_llama.iterdir()) == before  # the user's own directory
+    capsys.readouterr()
     main(["test", *options, f"--model.model={runs / 'pruned'}"])
+    assert "perplexity" in capsys.readouterr().out
 
     # A dense run of another model stands there, too, and is not the base.
     records.record(runs / "dense", perplexity={"text": {"perplexity": 3.0}}, model="someone/other")

@@ -18,6 +18,7 @@ from mrp_lightning.records.report import PruningReport
 DATA = ["--data.num_samples=4", "--data.sequence_length=32", "--data.batch_size=2"]
 TRAINER = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
 PRUNE = "--trainer.callbacks=callbacks.MRPCallback"
+DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture
@@ -45,21 +46,18 @@ def test_neurons_then_heads_then_zeros_and_all_that_follows(tiny_llama, text, ca
     earlier = PruningReport.load(third / "pruning_report.json").provenance["pruned_before"]
     assert [run.get("structure") for run in earlier] == ["neurons", "heads"]
 
-    for directory in (first, third):
-        capsys.readouterr()
-        main(["test", f"--model.model={directory}", *text, *TRAINER])
-        (told,) = read(directory).perplexity.values()
-        shown = capsys.readouterr().out
-        assert f"{told['perplexity']:.6g}"[:6] in shown
-        assert 1 < told["perplexity"] < 10 * math.exp(8)
-        main(["layers", f"--model={directory}", "--json"])
-        rows = json.loads(capsys.readouterr().out)
-        listed = {row["name"]: row for row in rows["layers"]}
-        model = AutoModelForCausalLM.from_pretrained(directory)
-        layer = model.get_submodule("model.layers.1.mlp.down_proj")
-        assert listed["model.layers.1.mlp.down_proj"]["shape"] == list(layer.weight.shape)
-        main(["report", str(directory), f"--out={directory.name}.md"])
-        assert "perplexity" in (tmp_path / f"{directory.name}.md").read_text().lower()
+    capsys.readouterr()
+    main(["test", f"--model.model={third}", *text, *TRAINER])
+    (told,) = read(third).perplexity.values()
+    assert f"{told['perplexity']:.6g}"[:6] in capsys.readouterr().out
+    assert 1 < told["perplexity"] < 10 * math.exp(8)
+    main(["layers", f"--model={third}", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    listed = {row["name"]: row for row in rows["layers"]}
+    layer = AutoModelForCausalLM.from_pretrained(third).get_submodule(DOWN)
+    assert listed[DOWN]["shape"] == list(layer.weight.shape)
+    main(["report", str(third), "--out=zeros.md"])
+    assert "perplexity" in (tmp_path / "zeros.md").read_text().lower()
 
     with pytest.raises(SystemExit):
         to_sparse.main([str(second)])

@@ -1,7 +1,10 @@
 """`mrp-lightning prune --vocabulary`, alone and before a pruning, on the embedded tokenizer."""
 
+import io
 import json
 import math
+import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,34 @@ from mrp_lightning.commands.main import main
 from mrp_lightning.records.evaluation import read
 from mrp_lightning.records.report import PruningReport
 
+from .conftest import LINES
+
 SMALL = ["--num-samples=4", "--sequence-length=32", "--eval-samples=6", "--accelerator=cpu"]
 REPORT = "pruning_report.json"
 
 pytestmark = pytest.mark.usefixtures("short_library")
+
+
+@pytest.fixture(scope="module")
+def made(tiny_llama, tmp_path_factory, shortened):
+    """A model that was cut to 700 words, and its GGUF file; what the command said of both."""
+    pytest.importorskip("gguf", reason="needs the extra `gguf`")
+    root = tmp_path_factory.mktemp("vocabulary")
+    (root / "text.txt").write_text(LINES)
+    asked = [f"--text={root / 'text.txt'}", *SMALL, f"--out={root / 'words'}"]
+    said = io.StringIO()
+    with shortened(), redirect_stdout(said):
+        main(["prune", str(tiny_llama), "--vocabulary=700", *asked, f"--gguf={root}/words.gguf"])
+    return root, " ".join(said.getvalue().split())
+
+
+@pytest.fixture
+def shown(made, text):
+    """What the command said; copies of its results are in the working directory."""
+    root, said = made
+    shutil.copytree(root / "words", "words")
+    shutil.copy(root / "words.gguf", "words.gguf")
+    return said
 
 
 def held_out(directory, text, num_bytes):
@@ -38,10 +65,7 @@ def held_out(directory, text, num_bytes):
     return read_bytes, read_bytes / tokens, nats / math.log(2) / read_bytes
 
 
-def test_alone_nothing_else_changes(tiny_llama, text, capsys):
-    asked = ["--vocabulary=700", f"--text={text}", *SMALL, "--out=words"]
-    main(["prune", str(tiny_llama), *asked])
-    shown = " ".join(capsys.readouterr().out.split())
+def test_alone_nothing_else_changes(tiny_llama, text, shown):
     dense, cut = (AutoModelForCausalLM.from_pretrained(d).eval() for d in (tiny_llama, "words"))
     whole, smaller = (AutoTokenizer.from_pretrained(d) for d in (tiny_llama, "words"))
     vocabulary = whole.get_vocab()
@@ -90,10 +114,10 @@ def test_alone_nothing_else_changes(tiny_llama, text, capsys):
     assert len(AutoTokenizer.from_pretrained("fewer")) == 500
 
 
+@pytest.mark.usefixtures("shown")
 def test_beside_a_pruning_it_comes_first(tiny_llama, text, capsys):
     """Against two commands, the second of which prunes the result of the first."""
     asked = [f"--text={text}", *SMALL]
-    main(["prune", str(tiny_llama), "--vocabulary=700", *asked, "--out=words"])
     main(["prune", "words", "--sparsity=0.5", *asked, "--out=two"])
     main(["prune", str(tiny_llama), "--vocabulary=700", "--sparsity=0.5", *asked, "--out=one"])
     one, two = (AutoModelForCausalLM.from_pretrained(d).state_dict() for d in ("one", "two"))
@@ -111,10 +135,10 @@ def test_beside_a_pruning_it_comes_first(tiny_llama, text, capsys):
     assert "its dense model has other words" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_gguf_file_has_the_words_and_their_merges(tiny_llama, text):
-    gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
-    asked = ["--vocabulary=700", f"--text={text}", *SMALL, "--out=words", "--gguf=words.gguf"]
-    main(["prune", str(tiny_llama), *asked])
+@pytest.mark.usefixtures("shown")
+def test_a_gguf_file_has_the_words_and_their_merges():
+    import gguf
+
     reader = gguf.GGUFReader("words.gguf")
     content = json.loads(Path("words", "tokenizer.json").read_text())
     words = sorted(AutoTokenizer.from_pretrained("words").get_vocab().items(), key=lambda w: w[1])

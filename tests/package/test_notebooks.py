@@ -76,7 +76,7 @@ def test_compare_methods(run, in_float32):
 
 
 def test_own_module(run):
-    errors = run("own_module")["errors"]
+    errors = run("own_module", {"max_epochs=40": "max_epochs=15"})["errors"]
     assert errors["dense"] < errors["SM"] < errors["magnitude"]
 
 

@@ -81,7 +81,7 @@ def python(wheels, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed(tiny_llama, tmp_path_factory) -> Path:
+def packed(tiny_llama, tmp_path_factory, shortened) -> Path:
     """A model without two of every four weights of each layer, packed; `pruned` lies beside it."""
     root = tmp_path_factory.mktemp("models")
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
@@ -89,8 +89,7 @@ def packed(tiny_llama, tmp_path_factory) -> Path:
         if name.endswith("proj"):
             module.weight.data.view(-1, 4)[:, :2] = 0
     model.save_pretrained(root / "pruned")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("export.conversion.parity.MIN_TOKENS", 512)
+    with shortened():
         to_sparse([str(root / "pruned"), "--out", str(root / "packed")])
     return root / "packed"
 

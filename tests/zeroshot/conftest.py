@@ -119,7 +119,9 @@ def task_directory(
 
 
 @pytest.fixture(scope="session")
-def checkpoints(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(
+    embedded: Path, tmp_path_factory: pytest.TempPathFactory, shortened: Any
+) -> dict[str, Path]:
     """The embedded model: dense, pruned to 2:4 by magnitude, and that packed."""
     from export.to_sparse import main
 
@@ -132,9 +134,7 @@ def checkpoints(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
                 module.weight[SemiStructured(2, 4).select(module.weight.abs(), 0)] = 0
     model.save_pretrained(root / "pruned")
     AutoTokenizer.from_pretrained(dense).save_pretrained(root / "pruned")
-    with pytest.MonkeyPatch.context() as patch:
-        # What packing proves has tests of its own.
-        patch.setattr("export.conversion.parity.MIN_TOKENS", 512)
+    with shortened():  # what packing proves has tests of its own
         main([str(root / "pruned"), "--out", str(root / "packed")])
     return {kind: root / kind for kind in ("dense", "pruned", "packed")}
 
