@@ -108,7 +108,7 @@ def prune_and_compare(
         subject.model = CausalLM(str(first.save_dir))
     pruned = final = subject.evaluate("pruned model", console)
     if distilled is not None:
-        subject.model = distilled.finish(first, subject.trainer, subject.data)
+        subject.model = distilled.finish(subject.trainer, subject.data)
         final = subject.evaluate("distilled model", console)
     seconds = time.perf_counter() - start
     sizes.append(subject.num_bytes)

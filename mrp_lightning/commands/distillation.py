@@ -208,27 +208,27 @@ class DistilledPruning:
     def pruning(self) -> PruningCallback:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
         self.unfinished.begin()
-        alone = PruningCallback(
-            save_dir=self.unfinished.directory / "pruned",
-            resume=self.prune.resume,
-            **self.prune.settings.without_grids(),
-        )
-        assert alone.save_dir is not None
-        if alone.save_dir.is_dir():  # it appears when it is complete
-            alone.report = PruningReport.load(alone.save_dir / NAME_OF_REPORT)
+        settings, pruned = self.prune.settings.without_grids(), self._pruned
+        alone = PruningCallback(save_dir=pruned, resume=self.prune.resume, **settings)
+        if pruned.is_dir():  # it appears when it is complete
+            alone.report = PruningReport.load(pruned / NAME_OF_REPORT)
         return alone
 
-    def finish(self, pruned: PruningCallback, trainer: Trainer, data: TextDataModule) -> CausalLM:
+    @property
+    def _pruned(self) -> Path:
+        """The directory of the pruning alone."""
+        return self.unfinished.directory / "pruned"
+
+    def finish(self, trainer: Trainer, data: TextDataModule) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
-        assert pruned.save_dir is not None
         assert self.prune.save_dir is not None
         log.info("Distilling on %s tokens …", f"{self.tokens:,}")
         settings = self.prune.settings
         is_rounded = bool(settings.recipe.grids)
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir
-        source = CausalLM(str(pruned.save_dir))
+        source = CausalLM(self._pruned)
         dtype = str(source.model.dtype).removeprefix("torch.")
-        name = PruningReport.load(pruned.save_dir / NAME_OF_REPORT).config.get("base_model")
+        name = PruningReport.load(self._pruned / NAME_OF_REPORT).config.get("base_model")
         if not (is_rounded and out.is_dir()):
             distil(
                 Distillation(source, CausalLM(**self.teacher), dtype="float32"),
@@ -239,7 +239,7 @@ class DistilledPruning:
                 unfinished=self.unfinished.directory / "training",
                 accelerator=self.accelerator,
             )
-        model = CausalLM(str(out))
+        model = CausalLM(out)
         if is_rounded:
             # The result is one pruning of the dense model; the steps between are not kept.
             model.model.name_or_path = model.model.config.name_or_path = name or ""

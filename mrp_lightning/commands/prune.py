@@ -102,7 +102,7 @@ def _run(options: Namespace, settings: "Settings | None", out: Path, console: "C
     source = {key: values[key] for key in _OF_MODEL}
     text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
     with quiet_lightning(), _from_standard_input(options.train_files) as files:
-        distilled = _distilled(options, callback, files)
+        distilled = _distilled(options, callback, output_path(out), files)
         console.print(f"Loading {options.model} …")
         subject = Subject(
             source, text | {"train_files": files}, options.eval_samples, options.accelerator
@@ -204,7 +204,7 @@ def _check_vocabulary(options: Namespace) -> None:
 
 
 def _distilled(
-    options: Namespace, prune: "PruningCallback | None", files: Sequence[str] | None
+    options: Namespace, prune: "PruningCallback | None", out: Path, files: Sequence[str] | None
 ) -> "DistilledPruning | None":
     """Return the pruning with a distillation, if the options have one."""
     if options.distill is None or prune is None:
@@ -217,7 +217,6 @@ def _distilled(
             "it trains what a pruning kept. Give `--sparsity`, `--pattern` or `--structure`, too.",
             "distill",
         )
-    assert prune.save_dir is not None
     of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
     chosen = {name: value for name, value in vars(options).items() if name not in of_result}
     return DistilledPruning(
@@ -226,7 +225,7 @@ def _distilled(
         files,
         {key: chosen[key] for key in ("text_column", "seed") if chosen[key] is not None},
         options.distill,
-        Unfinished.of(prune.save_dir, chosen, restart=options.restart),
+        Unfinished.of(out, chosen, restart=options.restart),
         options.accelerator,
     )
 
