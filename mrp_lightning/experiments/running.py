@@ -279,16 +279,11 @@ def _check_pruning(sweep: Sweep) -> None:
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         # The configuration holds paths of classes: a callback that prunes has these arguments.
         prune = [{"sparsity", "pattern"} <= {*one.get("init_args", {}).keys()} for one in callbacks]
-        if not any(prune):
-            raise OptionError(
-                "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
-                "`- class_path: callbacks.MRPCallback`."
-            )
-        if not prune[-1] or sum(prune) > 1:
-            names = ", ".join(one.class_path for one in callbacks)
+        if sum(prune) != 1 or not prune[-1]:
+            names = ", ".join(one.class_path for one in callbacks) or "none"
             raise OptionError(
                 "`base`: the last of `trainer.callbacks`, and no other, prunes with the settings "
-                f"of `runs`. There are {names}."
+                f"of `runs`: `- class_path: callbacks.MRPCallback`. There are {names}."
             )
     # Other trials have only arguments that `Sweep` checks by itself.
     arguments_of = {
