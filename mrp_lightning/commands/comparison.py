@@ -1,4 +1,4 @@
-"""What a pruning or a cut of the vocabulary costs: a model before and after, on held-out text."""
+"""The cost of a pruning or of a cut vocabulary: a model before and after it, on held-out text."""
 
 import math
 import shlex
