@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from trouble.runs import Command, End, finish, start
@@ -42,7 +43,7 @@ class Call:
     result: int
     opened: str = ""
 
-    @property
+    @cached_property
     def paths(self) -> list[str]:
         """Return the absolute paths that it is about."""
         if self.name == "openat":
@@ -63,7 +64,7 @@ class Call:
             return [_path_of(argument) for argument in self.arguments[:2]]
         return [_path_of(self.arguments[0])]
 
-    @property
+    @cached_property
     def content(self) -> bytes:
         """Return the bytes that a `write` or `pwrite64` wrote."""
         return _bytes(self.arguments[1])[: self.result]

@@ -59,7 +59,7 @@ def test_the_divergence_halves_and_zeros_stay(windows):
     teacher = {name: p.clone() for name, p in dense.model.named_parameters()}
     module = Distillation(student, dense, learning_rate=1e-3, warmup_steps=2)
     embeddings = module.model.get_input_embeddings().weight.clone()
-    trainer = Trainer(max_steps=40, callbacks=[KeepSparsity()], gradient_clip_val=1.0, **QUIET)
+    trainer = Trainer(max_steps=24, callbacks=[KeepSparsity()], gradient_clip_val=1.0, **QUIET)
     (start,) = trainer.validate(module, loader(windows[160:]), verbose=False)
     trainer.fit(module, loader(windows[:160]))
     (end,) = trainer.validate(module, loader(windows[160:]), verbose=False)
