@@ -12,6 +12,9 @@ from pathlib import Path
 
 from trouble.runs import LIMIT, Command, End, State, finish, predict, run, start
 
+_FIRST = 3600.0
+"""Seconds after which a command hangs that may compile kernels; a busy machine does so slowly."""
+
 _TOGETHER = 60.0
 """Seconds after which no process of a group may live on when one was killed."""
 
@@ -92,7 +95,7 @@ def kill(command: Command, number: int, random_: random.Random) -> Iterator[Kill
 
 
 def _whole(command: Command) -> End:
-    end = run(command)
+    end = run(command, longest=_FIRST)
     if end.status:
         raise SystemExit(f"FAILED: {' '.join(command.words)}: {end.output}")
     return end

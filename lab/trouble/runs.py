@@ -179,8 +179,12 @@ def _status_of(words: Sequence[str]) -> int:
     return 0
 
 
-def finish(child: int, output: Path, cpu_seconds: float | None = None) -> End:
+def finish(
+    child: int, output: Path, cpu_seconds: float | None = None, *, longest: float = LIMIT
+) -> End:
     """Wait until a process ends, or kill it when it has used some seconds of processor time.
+
+    After `longest` seconds it hangs: it is killed, and its output ends in a note that says so.
 
     Other work on the machine hardly changes the processor time at which a command does a thing;
     by the clock, a moment drawn from a slow run comes after the end of a faster one.
@@ -189,8 +193,8 @@ def finish(child: int, output: Path, cpu_seconds: float | None = None) -> End:
     note, waited, last = "", 0.0, time.monotonic()
     while True:
         ended, code, used = os.wait4(child, os.WNOHANG)
-        if not ended and (_cpu_seconds(child) > limit or waited > LIMIT):
-            if waited > LIMIT:
+        if not ended and (_cpu_seconds(child) > limit or waited > longest):
+            if waited > longest:
                 note = "\nTraceback (most recent call last): it hangs"
             os.kill(child, signal.SIGKILL)
             ended, code, used = os.wait4(child, 0)
@@ -211,10 +215,10 @@ def _cpu_seconds(process: int) -> float:
     return time.clock_gettime(clock)
 
 
-def run(command: Command) -> End:
-    """Run a command to its end."""
+def run(command: Command, *, longest: float = LIMIT) -> End:
+    """Run a command to its end; `longest` is that of `finish`."""
     output = command.root.with_name("output.txt")
-    return finish(start(command, output), output)
+    return finish(start(command, output), output, longest=longest)
 
 
 def import_all() -> None:

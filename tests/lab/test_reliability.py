@@ -67,6 +67,16 @@ def test_the_moment_of_a_kill_is_one_of_processor_time(tmp_path):
     assert end.cpu_seconds >= 0.2
 
 
+@pytest.mark.parametrize(("longest", "hangs"), [(0.1, True), (runs.LIMIT, False)])
+def test_a_command_that_takes_longer_than_it_may_hangs(longest, hangs, tmp_path):
+    child = os.fork()
+    if not child:
+        time.sleep(0.5)  # as a compiler that waits for other work
+        os._exit(0)
+    end = runs.finish(child, tmp_path / "output.txt", longest=longest)
+    assert (end.status != 0) == ("it hangs" in end.output) == hangs
+
+
 def test_a_result_that_is_written_in_its_place_is_half_there_after_a_kill(command, monkeypatch):
     assert not last(kills.kill(command, 1, random.Random(0))).faults
 
