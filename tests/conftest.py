@@ -25,6 +25,14 @@ if not torch.cuda.is_available():
     # Triton decides when it is first imported, and transformers imports it by way of torchao.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+_MEMORY = "/dev/shm"
+if Path(_MEMORY).is_dir() and os.access(_MEMORY, os.W_OK):
+    # Directories of tests are in memory, where what is saved is flushed at once: on a disk the
+    # suite waits for it minutes in all. Some tests run what they build, and none needs much room.
+    _volume = os.statvfs(_MEMORY)
+    if not _volume.f_flag & os.ST_NOEXEC and _volume.f_bavail * _volume.f_frsize > 2**32:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
+
 if find_spec("hypothesis"):  # `make gpu` runs tests without it
     from hypothesis import HealthCheck, settings
 
