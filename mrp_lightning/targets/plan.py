@@ -352,7 +352,9 @@ def _tied(model: nn.Module, contents: _Contents, layers: list[Layer]) -> Iterato
         elif foreign:
             reason = f"its weight is tied to {contents.shown(foreign[0])}, which is not pruned"
         elif first_name != layer.name:
-            reason = f"its weight is tied to {contents.shown(first_name)}, with which it is pruned"
+            # A layer that its own block never calls stays dense, and so do all that are tied to it.
+            shown = contents.shown(first_name)
+            reason = f"its weight is tied to {shown}, with which it is pruned or stays dense"
         else:
             continue
         yield Skipped(layer.name, tuple(layer.weight.shape), reason)

@@ -148,7 +148,7 @@ def test_a_weight_with_two_layers_is_pruned_with_the_first(build):
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     plan = make_plan(model, HALF, targets="up_proj")
     assert names(plan) == [f"model.layers.{k}.mlp.up_proj" for k in (0, 1)]
-    assert "layers.0.mlp.up_proj, with which it is pruned" in plan.skipped[0].reason
+    assert "layers.0.mlp.up_proj, with which it is pruned or stays dense" in plan.skipped[0].reason
 
 
 def test_a_model_without_layers_says_so():
