@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(survives, arguments, prune, 
     times = ("seconds",)
 
     def rows(found: Any) -> list[dict[str, Any]]:
-        return [{k: v for k, v in row.to_dict().items() if k not in times} for row in found]
+        return [{k: v for k, v in asdict(row).items() if k not in times} for row in found]
 
     assert rows(callback.report.layers) == rows(reference.report.layers)
     assert rows(callback.report.blocks) == rows(reference.report.blocks)
