@@ -25,6 +25,7 @@ from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import pruned_layers
+from mrp_lightning.text.mixture import SELF
 
 LENGTH, BATCH_SIZE = 512, 2
 """The default tokens of a window, and windows of a step."""
@@ -219,6 +220,21 @@ class DistilledPruning:
         """The directory of the pruning alone."""
         return self.unfinished.directory / "pruned"
 
+    def _of_grid(self, calibration: TextDataModule) -> TextDataModule:
+        """Return as much text to put the model on a grid by, half of it own, as it learnt from."""
+        if not self.files:
+            return calibration
+        length = min(LENGTH, calibration.sequence_length)
+        return TextDataModule(
+            self.files,
+            calibration={SELF: 0.5, "train_files": 0.5},
+            hold_out=True,
+            num_samples=max(2, calibration.num_samples * calibration.sequence_length // length),
+            sequence_length=length,
+            batch_size=calibration.batch_size,
+            **self.text,
+        )
+
     def finish(self, trainer: Trainer, data: TextDataModule) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
         assert self.prune.save_dir is not None
@@ -243,6 +259,6 @@ class DistilledPruning:
         if is_rounded:
             # The result is one pruning of the dense model; the steps between are not kept.
             model.model.name_or_path = model.model.config.name_or_path = name or ""
-            trainer.predict(model, datamodule=data, callbacks=[self.prune])
+            trainer.predict(model, datamodule=self._of_grid(data), callbacks=[self.prune])
         self.unfinished.end()
         return model

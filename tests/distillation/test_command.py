@@ -189,6 +189,10 @@ def test_a_pruning_distils_before_it_rounds(
 ):
     caplog.set_level("INFO")
     out = tmp_path / "out"
+    if bits:  # and text is given
+        text = tmp_path / "text.txt"
+        text.write_text(" ".join(map(str, range(9999))))
+        bits = [*bits, f"--text={text}"]
     prune = ["prune", str(tiny_llama), "--pattern=2:4", *bits, "--num-samples=4", f"--out={out}"]
     prune += ["--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", "--distill=640"]
     fit = Distillation.training_step
@@ -215,6 +219,9 @@ def test_a_pruning_distils_before_it_rounds(
     report = json.loads((out / "pruning_report.json").read_text())
     assert report["config"]["base_model"] == str(tiny_llama)
     assert (report["config"]["pattern"], report["config"]["bits"]) == ("2:4", 4 if bits else None)
+    calibrated_on = report["provenance"]["data"]["source"]  # that of the last step
+    half_own = "0.5 the model's own text + 0.5 train_files"
+    assert calibrated_on == (half_own if bits else "the model's own text")
 
 
 def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, capsys):
