@@ -56,3 +56,10 @@ def test_the_line_that_installs_names_extras_and_the_tested_versions():
     (extras,) = [word for word in words if word.startswith(".[")]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras[2:-1].split(",")) <= set(project["optional-dependencies"])
+
+
+def test_the_readme_names_the_two_commands_that_set_up_a_checkout():
+    readme, makefile = ((ROOT / name).read_text("utf-8") for name in ("README.md", "Makefile"))
+    for target in ("quickstart", "test"):
+        assert f"`make {target}`" in readme
+        assert re.search(rf"^{target}:", makefile, flags=re.M)
