@@ -15,6 +15,7 @@ from torch import Tensor
 from mrp_ground.arguments import checked
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.loop.distributed import end_with_launcher
 from mrp_lightning.loop.pruned_module import PrunedModule
 from mrp_lightning.loop.pruning_run import Run
 from mrp_lightning.pruning.settings import Settings
@@ -82,6 +83,7 @@ class PruningCallback(Callback):
         resume: bool = True,
         **settings: Any,
     ) -> None:
+        end_with_launcher()  # long before `predict`: the launcher may end at any time
         _refuse_unknown(type(self).__name__, settings)
         self.settings = Settings(**settings)
         self.save_dir = None if save_dir is None else output_path(save_dir)

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -32,6 +33,8 @@ _GRACE = 6.0
 _MISSED = 25
 """Number of missed heartbeats after which a process counts as dead."""
 _FAILED = "failed: "
+_LAUNCHER = "MRP_LIGHTNING_LAUNCHER"
+"""The environment variable with the id of the process from which Lightning starts the others."""
 
 
 def processes_of(trainer: Trainer) -> Processes:
@@ -111,6 +114,44 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
     with at_level(logging.ERROR, loggers), warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
         yield
+
+
+def end_with_launcher() -> None:
+    """End this process, with the status `FAILED`, if its launcher ends before their group exists.
+
+    Lightning's `ddp` starts the other processes of a machine from the first one. Without it they
+    would wait for half an hour to join the group. Once that exists, `fail_together` takes over.
+    """
+    launcher = os.environ.get(_LAUNCHER)
+    if os.environ.get("LOCAL_RANK", "0") == "0" or launcher is None:
+        os.environ[_LAUNCHER] = str(os.getpid())  # inherited by what Lightning starts
+    elif launcher != str(os.getpid()) and not has_group():
+        threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    while not has_group():
+        if _has_ended(launcher):
+            log.error(
+                "This process ends: the one that started it has ended. Run all of them again."
+            )
+            os._exit(FAILED)
+        time.sleep(_SECONDS)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process has ended, or is a zombie where `/proc` shows it."""
+    if os.getppid() == process:
+        return False
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
 
 
 @contextmanager

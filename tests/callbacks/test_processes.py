@@ -2,7 +2,11 @@
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +106,46 @@ def test_two_nodes_go_on_where_a_process_died(killed, given):
     assert grids[0].keys() == grids[1].keys()
     assert all(torch.equal(tensor, grids[1][name]) for name, tensor in grids[0].items())
     assert not (out / ".second.partial").exists()
+
+
+WAITS_FOR_ITS_GROUP = """
+import os, sys, subprocess
+from callbacks import MRPCallback
+MRPCallback(pattern="2:4")
+if os.environ.get("LOCAL_RANK") is None:  # as Lightning starts the others of a machine
+    other = subprocess.Popen([sys.executable, __file__], env={**os.environ, "LOCAL_RANK": "1"})
+    print(other.pid, flush=True)
+    other.wait()
+import torch.distributed
+torch.distributed.init_process_group(
+    "gloo", init_method="tcp://127.0.0.1:1", rank=1, world_size=2
+)
+"""
+
+
+def test_a_process_whose_launcher_is_killed_before_the_group_is_there_ends(tmp_path):
+    (script := tmp_path / "waits.py").write_text(WAITS_FOR_ITS_GROUP)
+    launcher = subprocess.Popen(
+        [sys.executable, script],
+        env=os.environ | ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    # Other lines are torch's and torchao's.
+    other = next(int(line) for line in launcher.stdout if line.strip().isdigit())
+    launcher.kill()
+    output, _ = launcher.communicate(timeout=120)  # to whose end the other holds the pipe
+    assert "the one that started it has ended" in output
+    for _ in range(100):
+        try:
+            os.kill(other, 0)
+        except ProcessLookupError:
+            return
+        if "State:\tZ" in Path(f"/proc/{other}/status").read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{other} lives on")
 
 
 @pytest.mark.gpu
