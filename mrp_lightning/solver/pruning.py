@@ -248,7 +248,8 @@ def _remove(inputs: InputHessian, processes: Processes, task: LayerTask) -> _Sol
     if task.compensates:
         result = method.compensation.apply(problem, mask)
     else:  # without a pattern, zeros move as all other weights
-        result = Compensated(dense, zeros if task.is_pruned else torch.zeros_like(zeros))
+        removed = zeros if task.is_pruned else torch.zeros_like(zeros)
+        result = Compensated(problem.weight, removed)
     # Against the target, which is the dense weight itself if there is none.
     # After the cast, since its rounding is a part of the loss of the layer.
     target_loss = problem.loss(result.cast(dtype), problem.weight)

@@ -80,6 +80,16 @@ def test_a_pruned_weight_keeps_its_zeros_and_the_others_go_to_the_optimum_for_th
         torch.testing.assert_close(found[~zero].double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_quantisation_alone_rounds_the_target():
+    weight, dense, pruned = streams()
+    inputs, shift = prepared(dense, pruned)
+    target = dense_target(weight, shift, inputs.damped(0.01))
+    recipe = Recipe.of(method="JM", bits=4, group_size=16)
+    found = prune(weight, inputs, recipe, target=target).weight
+    assert torch.equal(found, prune(target, inputs, recipe).weight)
+    assert not torch.equal(found, prune(weight, inputs, recipe).weight)
+
+
 def test_weights_of_dead_inputs_stay():
     weight, dense, pruned = streams()
     pruned[:, 5] = 0
