@@ -94,7 +94,7 @@ def value_of(slot: str) -> str:
         value, *divisors = map(_difference, path.split(" / "))
         for divisor in divisors:
             value /= divisor
-        return format(value, f".{form or _FORMAT}").removesuffix("%")
+        return format(value, f",.{form or _FORMAT}").removesuffix("%")
 
 
 def _difference(path: str) -> Decimal:
