@@ -2,7 +2,7 @@ r"""The loss that distillation wins back, at home and abroad, by the tokens it i
 
     python lab/benchmarks/distillation.py RUN MODEL --calibration C.txt --evaluation E.txt \
         --tokens 200000 [--own 0.5] [--learning-rate 2e-4] [--batch-size 2] [--points 4] \
-        [--name JM] [--table lab/results/distillation.csv]
+        [--precision bf16-mixed] [--name JM] [--table lab/results/distillation.csv]
 
 METHOD. RUN is a directory that `mrp-lightning prune MODEL` wrote. It is distilled against MODEL as
 by `mrp-lightning distill`, on text of which the share OWN is MODEL's own and the rest is C.txt's.
@@ -114,12 +114,16 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=4)
     parser.add_argument("--name", required=True, help="names the start in the table")
     parser.add_argument("--table", type=Path, default=Path("lab/results/distillation.csv"))
+    parser.add_argument(
+        "--precision", default="32-true", choices=("32-true", "bf16-mixed"),
+        help="that of the products; with bf16-mixed the dense model is in bfloat16",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     module = Distillation(
         options.run, options.model, dtype="float32", learning_rate=options.learning_rate,
-        teacher_dtype="float32",
+        teacher_dtype="float32" if options.precision == "32-true" else "bfloat16",
     )  # fmt: skip
     shares = {"self": options.own, "train_files": 1 - options.own}
     data = DistillationText(
@@ -158,6 +162,7 @@ def main() -> None:
         data,
         options.out,
         unfinished=partial,
+        precision=options.precision,
         callbacks=curve,
         validations=max(1, options.points),
     )

@@ -45,16 +45,40 @@ __m512i both(__m512i a, __m512i b, const Operation& operation) {
   return each<__m512i, T>([&](size_t i) { return operation(first[i], second[i]); });
 }
 
-__m512i widen_bytes(__m256i a) {
-  const auto bytes = std::bit_cast<std::array<uint8_t, 32>>(a);
-  return each<__m512i, uint16_t>([&](size_t i) { return bytes[i]; });
+__m512i widen_words(__m256i a) {
+  const auto words = std::bit_cast<std::array<uint32_t, 8>>(a);
+  return each<__m512i, uint64_t>([&](size_t i) { return words[i]; });
 }
 
-// Within each 16 bytes.
-__m512i shuffle(__m512i a, __m512i index) {
-  const auto bytes = lanes<uint8_t>(a), indices = lanes<uint8_t>(index);
-  return each<__m512i, uint8_t>([&](size_t i) {
-    return indices[i] & 0x80 ? 0 : bytes[i / 16 * 16 + indices[i] % 16];
+// Eight bits of each 64 from a bit on, for each byte of `bits`.
+__m512i multishift(__m512i bits, __m512i a) {
+  const auto first = lanes<uint8_t>(bits);
+  const auto words = lanes<uint64_t>(a);
+  return each<__m512i, uint8_t>(
+      [&](size_t i) { return std::rotr(words[i / 8], first[i] & 63); });
+}
+
+__m512i look_up(__m512i index, __m512i a) {
+  const auto indices = lanes<uint8_t>(index), bytes = lanes<uint8_t>(a);
+  return each<__m512i, uint8_t>([&](size_t i) { return bytes[indices[i] & 63]; });
+}
+
+// The lower or upper ones of each 16 bytes of a and b, in turn.
+template <typename T>
+__m512i unpack(__m512i a, __m512i b, size_t upper) {
+  constexpr size_t part = 16 / sizeof(T);
+  const auto first = lanes<T>(a), second = lanes<T>(b);
+  return each<__m512i, T>([&](size_t i) {
+    const size_t from = i / part * part + upper * part / 2 + i % part / 2;
+    return (i % 2 ? second : first)[from];
+  });
+}
+
+// Quarters that `order` names by two bits each: two of a, and two of b.
+__m512i shuffle_quarters(__m512i a, __m512i b, int order) {
+  const auto first = lanes<uint32_t>(a), second = lanes<uint32_t>(b);
+  return each<__m512i, uint32_t>([&](size_t i) {
+    return (i < 8 ? first : second)[4 * (order >> i / 4 * 2 & 3) + i % 4];
   });
 }
 
@@ -80,14 +104,6 @@ __m512i dot(__m512i sum, __m512i a, __m512i b) {
   });
 }
 
-// Lanes of a, or of b where an index has the bit 16.
-__m512i permute(__m512i a, __m512i index, __m512i b) {
-  const auto first = lanes<int32_t>(a), second = lanes<int32_t>(b), indices = lanes<int32_t>(index);
-  return each<__m512i, int32_t>([&](size_t i) {
-    return (indices[i] & 16 ? second : first)[indices[i] & 15];
-  });
-}
-
 __m512 multiply_add(__m512 a, __m512 b, __m512 c) {
   const auto first = lanes<float>(a), second = lanes<float>(b), third = lanes<float>(c);
   return each<__m512, float>([&](size_t i) { return std::fma(first[i], second[i], third[i]); });
@@ -102,27 +118,31 @@ __m512 multiply(__m512 a, __m512 b) {
 
 #define _mm512_loadu_si512(p) (emulated::load<__m512i, uint8_t>(p))
 #define _mm512_loadu_ps(p) (emulated::load<__m512, float>(p))
-#define _mm512_storeu_si512(p, a) (emulated::store(p, a))
+#define _mm512_load_si512(p) (emulated::load<__m512i, uint8_t>(p))
+#define _mm512_load_ps(p) (emulated::load<__m512, float>(p))
+#define _mm512_store_si512(p, a) (emulated::store(p, a))
 #define _mm512_storeu_ps(p, a) (emulated::store(p, a))
 #define _mm512_setzero_si512() (emulated::each<__m512i, int32_t>([](size_t) { return 0; }))
 #define _mm512_setzero_ps() (emulated::each<__m512, float>([](size_t) { return 0; }))
 #define _mm512_set1_epi8(v) (emulated::each<__m512i, int8_t>([&](size_t) { return v; }))
+#define _mm512_set1_epi64(v) (emulated::each<__m512i, int64_t>([&](size_t) { return v; }))
 #define _mm512_set1_epi32(v) (emulated::each<__m512i, int32_t>([&](size_t) { return v; }))
 #define _mm512_set1_ps(v) (emulated::each<__m512, float>([&](size_t) { return v; }))
 #define _mm512_broadcast_i32x4(a) \
   (emulated::each<__m512i, int32_t>([v = a](size_t i) { return ((__v4si)v)[i % 4]; }))
-#define _mm512_and_si512(a, b) (emulated::both<uint32_t>(a, b, std::bit_and()))
-#define _mm512_or_si512(a, b) (emulated::both<uint32_t>(a, b, std::bit_or()))
 #define _mm512_add_epi32(a, b) (emulated::both<int32_t>(a, b, std::plus()))
-#define _mm512_slli_epi16(a, n) \
-  (emulated::both<uint16_t>(a, a, [](uint16_t word, uint16_t) { return word << n; }))
 #define _mm512_cvtepi32_ps(a) \
   (emulated::each<__m512, float>([v = emulated::lanes<int32_t>(a)](size_t i) { return v[i]; }))
-#define _mm512_cvtepu8_epi16 emulated::widen_bytes
-#define _mm512_shuffle_epi8 emulated::shuffle
+#define _mm512_cvtepu32_epi64 emulated::widen_words
+#define _mm512_multishift_epi64_epi8 emulated::multishift
+#define _mm512_permutexvar_epi8 emulated::look_up
+#define _mm512_unpacklo_epi32(a, b) (emulated::unpack<uint32_t>(a, b, 0))
+#define _mm512_unpackhi_epi32(a, b) (emulated::unpack<uint32_t>(a, b, 1))
+#define _mm512_unpacklo_epi64(a, b) (emulated::unpack<uint64_t>(a, b, 0))
+#define _mm512_unpackhi_epi64(a, b) (emulated::unpack<uint64_t>(a, b, 1))
+#define _mm512_shuffle_i32x4 emulated::shuffle_quarters
 #define _mm512_mask_expand_epi8 emulated::expand
 #define _mm512_dpbusd_epi32 emulated::dot
-#define _mm512_permutex2var_epi32 emulated::permute
 #define _mm512_fmadd_ps emulated::multiply_add
 #define _mm512_mul_ps emulated::multiply
 #define MRP_VNNI
@@ -138,11 +158,11 @@ extern "C" bool multiply(
   const mrp::Coded<float> weight{
       nibbles, nibbles + bytes, places, (columns + 7) / 8, columns, scales, offsets};
   std::vector<mrp::RoundedGroup> rounded(tokens * weight.groups());
+  const auto kernel = static_cast<mrp::Integers>(way);
   for (int64_t t = 0; t < tokens; t++) {
-    mrp::round_token(x + t * columns, columns, rounded.data() + t * weight.groups());
+    mrp::round_token(kernel, x + t * columns, columns, rounded.data() + t * weight.groups());
   }
   try {
-    const auto kernel = static_cast<mrp::Integers>(way);
     const float* bias = nullptr;
     mrp::multiply_rounded(kernel, weight, rounded.data(), tokens, bias, y, rows, 0, rows);
     return true;

@@ -97,7 +97,9 @@ std::vector<std::pair<MultiplyCodes, bool>> kernels_of_codes(
     const auto multiply = [=](const mrp::Coded<BFloat16>& weight, const BFloat16* bias) {
       const auto rounded = exactly(std::vector<mrp::RoundedGroup>(tokens * weight.groups()));
       for (int64_t t = 0; t < tokens; t++) {
-        mrp::round_token(x + t * weight.columns, weight.columns, rounded.get() + t * weight.groups());
+        mrp::round_token(
+            mrp::Integers(way), x + t * weight.columns, weight.columns,
+            rounded.get() + t * weight.groups());
       }
       mrp::multiply_rounded(mrp::Integers(way), weight, rounded.get(), tokens, bias, y, rows, 0, rows);
     };

@@ -1,8 +1,8 @@
 // The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8.
-// Tokens of 8 bits are multiplied as integers, in panels of rows. Of others: with AVX-512, tokens of bfloat16 are multiplied as rows are decoded, or, if they are many, in panels
-// or, where the processor multiplies tiles (AMX), by torch, of which some rows are decoded at once;
-// without it, one or two of them row by row. All else is decoded for a dense product of some rows, or,
-// of 8 bits, multiplied by torch.
+// Tokens of 8 bits are multiplied as integers, in panels of rows. Of others: with AVX-512, tokens of
+// bfloat16 are multiplied as rows are decoded, or, if they are many, in panels or, where the processor
+// multiplies tiles (AMX), by torch, of which some rows are decoded at once; without it, one or two of them
+// row by row. All else is decoded for a dense product of some rows, or, of 8 bits, multiplied by torch.
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "few_tokens.h"
@@ -77,19 +77,20 @@ class Product {
   // The product with tokens that are rounded to 8 bits before.
   template <typename T>
   Tensor by_integers(const mrp::Coded<T>& weight, mrp::Integers way) const {
-    const int64_t groups = weight.groups(), panels = (rows_ + mrp::PANEL_ROWS - 1) / mrp::PANEL_ROWS;
+    constexpr int64_t height = mrp::BLOCK_ROWS;
+    const int64_t groups = weight.groups(), blocks = (rows_ + height - 1) / height;
     const auto tokens = std::make_unique_for_overwrite<mrp::RoundedGroup[]>(count * groups);
     const T* input = data_of<T>(x);
     mrp::in_parallel(count, grain(), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {
-        mrp::round_token(input + t * columns, columns, tokens.get() + t * groups);
+        mrp::round_token(way, input + t * columns, columns, tokens.get() + t * groups);
       }
     });
     return filled<T>([&](const T* bias, T* y) {
-      mrp::in_parallel(panels, grain() / mrp::PANEL_ROWS + 1, [&](int64_t begin, int64_t end) {
+      mrp::in_parallel(blocks, grain() / height + 1, [&](int64_t begin, int64_t end) {
         mrp::multiply_rounded(
-            way, weight, tokens.get(), count, bias, y, rows_, begin * mrp::PANEL_ROWS,
-            std::min(end * mrp::PANEL_ROWS, rows_));
+            way, weight, tokens.get(), count, bias, y, rows_, begin * height,
+            std::min(end * height, rows_));
       });
     });
   }

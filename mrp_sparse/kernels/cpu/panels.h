@@ -12,9 +12,11 @@ namespace mrp {
 #ifdef MRP_AVX512
 constexpr int64_t TILE_ROWS = 4;
 constexpr int64_t TILE_TOKENS = 6;
-constexpr int64_t MOST_ROWS = 16;
-// Dense weights of a panel: of bfloat16 a quarter of a MiB, a quarter of the second cache.
-constexpr int64_t PANEL = 1 << 17;
+constexpr int64_t MOST_ROWS = 64;
+constexpr int64_t LANES = 16;  // of float32
+// Dense weights of a panel: of bfloat16 half of a MiB, half of the second cache. All tokens pass through
+// the rest of it, once for each panel: they are read from the third cache, and so panels should be few.
+constexpr int64_t PANEL = 1 << 18;
 // Tokens for which a panel is decoded once.
 constexpr int64_t MOST_TOKENS = 512;
 
@@ -112,11 +114,14 @@ MRP_AVX512 void multiply_panels(
         }
       }
     }
-    const uint32_t here = low_bits(taken);
-    const __m512 added = bias ? widen(_mm256_maskz_loadu_epi16(here, bias + r)) : _mm512_setzero_ps();
-    for (int64_t t = 0; t < x.tokens(); t++) {
-      const __m512 total = _mm512_add_ps(_mm512_loadu_ps(sums + t * MOST_ROWS), added);
-      _mm256_mask_storeu_epi16(y + t * rows + r, here, (__m256i)_mm512_cvtneps_pbh(total));
+    for (int64_t t = 0; t < x.tokens(); t++) {  // a token's results lie together
+      for (int64_t i = 0; i < taken; i += LANES) {
+        const uint32_t here = low_bits(std::min(taken - i, LANES));
+        const __m512 added =
+            bias ? widen(_mm256_maskz_loadu_epi16(here, bias + r + i)) : _mm512_setzero_ps();
+        const __m512 total = _mm512_add_ps(_mm512_loadu_ps(sums + t * MOST_ROWS + i), added);
+        _mm256_mask_storeu_epi16(y + t * rows + r + i, here, (__m256i)_mm512_cvtneps_pbh(total));
+      }
     }
   }
 }
