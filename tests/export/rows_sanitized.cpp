@@ -316,7 +316,7 @@ void run_bytes(int64_t rows, int64_t columns, int64_t tokens, std::mt19937& rand
   std::normal_distribution<float> normal;
   std::vector<int8_t> drawn(rows * columns);
   std::vector<BFloat16> factors(rows), shift(rows);
-  std::vector<float> input(tokens * columns);
+  std::vector<BFloat16> input(tokens * columns);
   for (auto& number : drawn) {
     number = random() % 255 - 127;
   }
@@ -324,24 +324,27 @@ void run_bytes(int64_t rows, int64_t columns, int64_t tokens, std::mt19937& rand
     factors[r] = normal(random), shift[r] = normal(random);
   }
   for (auto& value : input) {
-    value = BFloat16(normal(random));
+    value = normal(random);
   }
   const auto numbers = exactly(drawn);
   const auto scales = exactly(factors), bias = exactly(shift);
   const auto x = exactly(input);
   Buffer<BFloat16> y(new BFloat16[tokens * rows]);
-  const mrp::Bytes weight{numbers.get(), scales.get(), columns};
-  mrp::multiply(weight, x.get(), tokens, bias.get(), y.get(), rows, 0, rows);
-  for (int64_t t = 0; t < tokens; t++) {
-    for (int64_t r = 0; r < rows; r++) {
-      double exact = float(shift[r]), size = 1;
-      for (int64_t c = 0; c < columns; c++) {
-        const double product = double(input[t * columns + c]) * drawn[r * columns + c] * float(factors[r]);
-        exact += product;
-        size += std::abs(product);
+  const mrp::ByteRows weight{numbers.get(), scales.get(), columns};
+  for (Way way : vector_ways(tokens)) {
+    multiply_by_vectors(way, weight, x.get(), tokens, bias.get(), y.get(), rows);
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t r = 0; r < rows; r++) {
+        double exact = float(shift[r]), size = 1;
+        for (int64_t c = 0; c < columns; c++) {
+          const double product =
+              double(input[t * columns + c]) * drawn[r * columns + c] * float(factors[r]);
+          exact += product;
+          size += std::abs(product);
+        }
+        const double error = std::abs(float(y[t * rows + r]) - exact);
+        expect(error <= std::abs(exact) / 128 + size * 1e-6, "bytes", rows, columns, tokens);
       }
-      const double error = std::abs(float(y[t * rows + r]) - exact);
-      expect(error <= std::abs(exact) / 128 + size * 1e-6, "bytes", rows, columns, tokens);
     }
   }
 #endif

@@ -1,82 +1,60 @@
-// Rows of 8-bit numbers with a scale each, multiplied with tokens. See `rows.h`.
+// Rows of 8-bit numbers with a scale each, as `few_tokens.h` and `panels.h` multiply rows. See `rows.h`.
 //
-// A number times a bfloat16 is exact in float32, in which products are summed before the scale comes.
+// A number is exact in bfloat16, and its scale comes after the sums.
 #pragma once
 
 #include "rows.h"
 
 namespace mrp {
 
-// Rows of `columns` numbers, one after the other.
-struct Bytes {
+#ifdef MRP_AVX512
+// 16 numbers as float32; those that `here` leaves out are not read.
+template <bool careful>
+MRP_AVX512 inline __m512 load_numbers(const int8_t* from, uint32_t here) {
+  const __m128i bytes = careful ? _mm_maskz_loadu_epi8(here, from)
+                                : _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+// The rows of a weight of 8 bits, one after the other: see `PackedRows`.
+struct ByteRows {
   const int8_t* numbers;
   const BFloat16* scales;
-  int64_t columns;
+  int64_t row_bytes;
+
+  struct Cursor {
+    const int8_t* v;
+
+    template <bool careful>
+    MRP_AVX512 void next(int64_t width, __m512i (&halves)[2]) {
+      const uint64_t columns = width >= WORD ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++, v += WORD / 2) {
+        const auto here = static_cast<uint32_t>(columns >> 32 * half);
+        const __m512 lower = load_numbers<careful>(v, here & 0xffff);
+        const __m512 upper = load_numbers<careful>(v + 16, here >> 16);
+        halves[half] = (__m512i)_mm512_cvtne2ps_pbh(upper, lower);
+      }
+    }
+  };
+
+  int64_t columns() const { return row_bytes; }
+  Cursor cursor(int64_t r) const { return {numbers + r * row_bytes}; }
+  int64_t whole(int64_t) const { return row_bytes / WORD; }
+
+  MRP_AVX512 static void arrange(__m512i (&)[2]) {}
+
+  // The sums of rows from r on times their scales.
+  MRP_AVX512 __m512 scaled(__m512 sums, int64_t r, uint32_t here) const {
+    return _mm512_mul_ps(sums, widen(_mm256_maskz_loadu_epi16(here, scales + r)));
+  }
+
+  Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
+    return Ahead(numbers + begin * row_bytes, numbers + end * row_bytes, strides);
+  }
+
+  Ahead places_ahead(int64_t, int64_t, int64_t) const { return Ahead(); }
 };
-
-#ifdef MRP_AVX512
-// Two rows are read at once, each as far ahead, by measurement: one at a time, memory waits.
-constexpr int64_t BYTES_AHEAD = 2048;
-
-template <int Rows>
-MRP_AVX512 void multiply_byte_rows(
-    const Bytes& weight, int64_t r, const float* x, float (&results)[2]) {
-  const int8_t* first = weight.numbers + r * weight.columns;
-  __m512 sums[Rows][4];
-  for (auto& row : sums) {
-    std::fill(row, row + 4, _mm512_setzero_ps());
-  }
-  int64_t column = 0;
-  for (; column + 64 <= weight.columns; column += 64) {
-    for (int row = 0; row < Rows; row++) {
-      const int8_t* numbers = first + row * weight.columns + column;
-      _mm_prefetch(reinterpret_cast<const char*>(numbers) + BYTES_AHEAD, _MM_HINT_T0);
-      for (int part = 0; part < 4; part++) {
-        const __m128i some =
-            _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers + 16 * part));
-        sums[row][part] = _mm512_fmadd_ps(
-            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some)),
-            _mm512_loadu_ps(x + column + 16 * part), sums[row][part]);
-      }
-    }
-  }
-  for (; column < weight.columns; column += 16) {
-    const uint32_t here = low_bits(std::min<int64_t>(16, weight.columns - column));
-    const __m512 token = _mm512_maskz_loadu_ps(here, x + column);
-    for (int row = 0; row < Rows; row++) {
-      const __m128i some = _mm_maskz_loadu_epi8(here, first + row * weight.columns + column);
-      sums[row][0] =
-          _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some)), token, sums[row][0]);
-    }
-  }
-  for (int row = 0; row < Rows; row++) {
-    const __m512 total = _mm512_add_ps(
-        _mm512_add_ps(sums[row][0], sums[row][1]), _mm512_add_ps(sums[row][2], sums[row][3]));
-    results[row] = _mm512_reduce_add_ps(total);
-  }
-}
-
-// y[t · rows + r] = x[t] · row r + bias[r] for all tokens t, and rows r from `begin` to `end`.
-inline void multiply(
-    const Bytes& weight, const float* x, int64_t tokens, const BFloat16* bias, BFloat16* y,
-    int64_t rows, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; r += 2) {
-    const int64_t taken = std::min<int64_t>(2, end - r);
-    for (int64_t t = 0; t < tokens; t++) {
-      float results[2];
-      if (taken == 2) {
-        multiply_byte_rows<2>(weight, r, x + t * weight.columns, results);
-      } else {
-        multiply_byte_rows<1>(weight, r, x + t * weight.columns, results);
-      }
-      for (int64_t i = 0; i < taken; i++) {
-        const float added = bias ? static_cast<float>(bias[r + i]) : 0.0f;
-        const float scale = static_cast<float>(weight.scales[r + i]);
-        y[t * rows + r + i] = static_cast<BFloat16>(results[i] * scale + added);
-      }
-    }
-  }
-}
 #endif
 
 }  // namespace mrp

@@ -146,6 +146,8 @@ struct CodedRows {
         _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), upper);
   }
 
+  MRP_AVX512 __m512 scaled(__m512 sums, int64_t, uint32_t) const { return sums; }
+
   // Half of the weights are thought to be kept.
   Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {
     return values_ahead(weight.bytes(), begin, end, weight.columns / 4, strides);

@@ -107,7 +107,8 @@ MRP_AVX512 void multiply_few(
     const __m512 added =
         bias ? widen(_mm256_maskz_loadu_epi16(here, bias + r)) : _mm512_setzero_ps();
     for (int t = 0; t < Tokens; t++) {
-      const __m128 total = _mm_add_ps(sums[t], _mm512_castps512_ps128(added));
+      const __m512 product = weight.scaled(_mm512_zextps128_ps512(sums[t]), r, here);
+      const __m128 total = _mm512_castps512_ps128(_mm512_add_ps(product, added));
       _mm_mask_storeu_epi16(y + t * rows + r, here, (__m128i)_mm_cvtneps_pbh(total));
     }
   }

@@ -273,7 +273,10 @@ MRP_VNNI void multiply_panels_vnni(
     __m512i products[Tokens][Panels];
 #pragma GCC unroll 8
     for (int t = 0; t < Tokens; t++) {
-      products[t][0] = products[t][Panels - 1] = _mm512_set1_epi32(tokens[t * x.stride].correction);
+#pragma GCC unroll 2
+      for (int p = 0; p < Panels; p++) {
+        products[t][p] = _mm512_set1_epi32(tokens[t * x.stride].correction);
+      }
     }
     // A loop of one step would copy all sums, twice.
 #pragma GCC unroll 16

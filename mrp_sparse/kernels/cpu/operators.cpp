@@ -21,8 +21,6 @@ using mrp::Tensor;
 
 // Up to here a row is multiplied as it is decoded without AVX-512; beyond, it is decoded for all tokens.
 constexpr int64_t FEW_TOKENS = 2;
-// Of 8 bits, which `byte_rows.h` widens anew for each token.
-constexpr int64_t FEW_TOKENS_OF_BYTES = 8;
 // From here on rows are decoded for torch's product where that takes tiles: to read a dense weight takes
 // it longer than to multiply it, up to hundreds of tokens, and the panels of `panels.h` take longer than
 // both. Not measured: an estimate from times of dense layers.
@@ -98,12 +96,15 @@ class Product {
 #ifdef MRP_AVX512
   template <typename Rows>
   Tensor by_avx512(const Rows& weight, Way way) const {
-    if (way == Way::dense || (way == Way::best && count >= TOKENS_FOR_TILES && mrp::has_amx())) {
+    if (way == Way::dense || (way == Way::best && takes_tiles())) {
       return by_dense<BFloat16>(
           [&](int64_t r, BFloat16* dense) { mrp::decode_vectors(weight, r, dense); });
     }
     return by_vectors(weight);
   }
+
+  // Whether torch's product is faster than decoding into registers.
+  bool takes_tiles() const { return count >= TOKENS_FOR_TILES && mrp::has_amx(); }
 
   // The product with rows that are decoded into registers, for few tokens, or in panels.
   template <typename Rows>
@@ -318,13 +319,10 @@ Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, con
   const Product product(x, scales.scalar_type(), bias, rows, columns);
 #ifdef MRP_AVX512
   if (x.scalar_type() == ScalarType::BFloat16 && mrp::has_avx512() &&
-      product.count <= FEW_TOKENS_OF_BYTES) {
+      !product.takes_tiles()) {
     const Tensor stored = mrp::contiguous(numbers), factors = mrp::contiguous(scales);
-    const mrp::Bytes weight{data_of<int8_t>(stored), data_of<BFloat16>(factors), columns};
-    const auto* given = data_of<BFloat16>(product.x);
-    const std::vector<float> tokens(given, given + product.count * columns);
-    return product.by_rows(
-        [&](auto... range) { mrp::multiply(weight, tokens.data(), product.count, range...); });
+    return product.by_vectors(
+        mrp::ByteRows{data_of<int8_t>(stored), data_of<BFloat16>(factors), columns});
   }
 #endif
   if (x.scalar_type() == ScalarType::Double || columns % 16) {

@@ -119,7 +119,9 @@ MRP_AVX512 void multiply_panels(
         const uint32_t here = low_bits(std::min(taken - i, LANES));
         const __m512 added =
             bias ? widen(_mm256_maskz_loadu_epi16(here, bias + r + i)) : _mm512_setzero_ps();
-        const __m512 total = _mm512_add_ps(_mm512_loadu_ps(sums + t * MOST_ROWS + i), added);
+        const __m512 product =
+            weight.scaled(_mm512_loadu_ps(sums + t * MOST_ROWS + i), r + i, here);
+        const __m512 total = _mm512_add_ps(product, added);
         _mm256_mask_storeu_epi16(y + t * rows + r + i, here, (__m256i)_mm512_cvtneps_pbh(total));
       }
     }

@@ -154,6 +154,11 @@ inline uint32_t low_bits(int64_t count) {
   return static_cast<uint32_t>((uint64_t{1} << count) - 1);
 }
 
+// 16 numbers of bfloat16 as float32.
+MRP_AVX512 inline __m512 widen(__m256i numbers) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
 // 32 columns of a row, of which the last may be fewer or the values may end.
 MRP_AVX512 inline __m512i expand_carefully(
     const BFloat16*& v, const BFloat16* end, uint32_t kept) {
@@ -247,6 +252,9 @@ struct PackedRows {
 
   MRP_AVX512 static void arrange(__m512i (&)[2]) {}
   MRP_AVX512 static void restore(__m512i (&)[2]) {}
+
+  // The sums of rows from r on times what their values share.
+  MRP_AVX512 __m512 scaled(__m512 sums, int64_t, uint32_t) const { return sums; }
 
   // Half of the weights are thought to be kept.
   Ahead ahead(int64_t begin, int64_t end, int64_t strides) const {

@@ -89,10 +89,6 @@ MRP_AVX512 inline __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
       _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(four), 1)));
   return _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
 }
-
-MRP_AVX512 inline __m512 widen(__m256i numbers) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
 #endif
 
 }  // namespace mrp
