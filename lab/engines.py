@@ -16,11 +16,9 @@ run.
 
 import argparse
 import csv
-import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
+from contestants import mrp_lightning, read_config
 from serving import PROMPT, environment, seconds, start
 
 Row = dict[str, str]
@@ -132,28 +131,16 @@ def measured(
     ]
 
 
-def mrp_lightning(command: str, run: Path, *arguments: str | Path) -> None:
-    """Convert a run by a command of the package, unless its output is there."""
-    if not Path(arguments[-1]).exists():
-        words = [sys.executable, "-m", "mrp_lightning", command, run, *arguments]
-        subprocess.run([str(word) for word in words], check=True)
-
-
 def in_vllm(directories: Mapping[str, Path], rounds: int, tokens: int) -> dict[str, float]:
     """Return the median tokens a second of decoding one sequence with each model, in turns."""
     engines = {name: start(path) for name, path in directories.items()}
-    (size,) = {vocabulary_of(path) for path in directories.values()}
+    (size,) = {read_config(path)["vocab_size"] for path in directories.values()}
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for seed in range(rounds + 1):
         for name, llm in engines.items():
             begin = seconds(llm, 1, PROMPT, 1, seed, size)  # the prompt does not count
             rates[name].append(tokens / (seconds(llm, 1, PROMPT, 1 + tokens, seed, size) - begin))
     return {name: statistics.median(values[1:]) for name, values in rates.items()}  # first: warm-up
-
-
-def vocabulary_of(directory: Path) -> int:
-    """Return the number of tokens that a model knows."""
-    return int(json.loads((directory / "config.json").read_text("utf-8"))["vocab_size"])
 
 
 def in_llamacpp(file: Path, options: argparse.Namespace) -> float:

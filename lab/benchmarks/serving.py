@@ -1,17 +1,19 @@
-"""The speed of vLLM with sparse weights, against dense ones and against its own int4, on a CPU.
+"""The speed of vLLM with sparse weights on a CPU, beside dense and rounded ones, and llama.cpp.
 
     python lab/benchmarks/serving.py --threads 1 2 --out lab/results/serving.md
-    python lab/benchmarks/serving.py --threads 1 --width 4096 --layers 2 --rounds 2 --out PAGE
+    python lab/benchmarks/serving.py --model Qwen2.5-Coder-0.5B.gguf --sparse PRUNED --out PAGE
 
-The model is a LLaMA of a given size with random weights, since speed does not depend on what they
-mean; a directory for each form is written to `runs/serving`, once. All forms are loaded in one
-process. Each measurement goes through all of them in turn, and the medians are taken. Decoding is
-timed as the difference between 1 and 1 + N new tokens, so that the prompt does not count. Times are
-wall times: nothing else may run. The page is written from all measurements that were made.
+The model is a LLaMA with random weights, since speed does not depend on what they mean, or a dense
+one. Each contestant's file is written to `runs/serving`, once: int4 and int8 by rounding to the
+nearest, sparse weights by `mrp-lightning export`, and llama.cpp's types by its own quantiser. All
+contestants are loaded in one process. Each measurement goes through all of them in turn, and the
+medians are taken. Decoding is timed as the difference between 1 and 1 + N new tokens, so that the
+prompt does not count. Times are wall times: nothing else may run. The page is written from all
+measurements that were made, and keeps what follows its `<!-- end -->`.
 """
 
 import argparse
-import itertools
+import functools
 import json
 import os
 import re
@@ -19,121 +21,36 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from contestants import GROUP, RUNS, name_of, read_config, write_all
 
-FORMS = ("dense", "int4", "bitmask", "bitmask4")
 NAMES = {
     "dense": "dense, bfloat16",
     "int4": "int4, W4A16",
+    "int8": "int8, W8A8",
     "bitmask": "50% sparse",
     "bitmask4": "50% sparse, 4 bits",
+    "integers": "50% sparse, 4 bits, integers",
+    "head": "50% sparse, 4 bits, integers, head of 8 bits",
+    "bf16": "llama.cpp, bfloat16",
+    "q8_0": "llama.cpp, Q8_0",
+    "q4_0": "llama.cpp, Q4_0",
+    "q3_k": "llama.cpp, Q3_K_M",
 }
+"""The contestants; the first one is what the others are compared with."""
 DECODING = (1, 8, 16, 32)
-"""Sequences that are decoded at once."""
+"""Sequences that are decoded at once; llama.cpp decodes one."""
 PROMPT, PREFILL = 4, 256
-GROUP, VOCABULARY = 64, 4096
-RUNS = Path("runs/serving")
-Directories = Mapping[str, Path]
-
-
-def packed_forms(rows: int, columns: int, random: torch.Generator) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a random layer in each form, by their names within the layer."""
-    from mrp_sparse.formats import bitmask
-    from mrp_sparse.formats.bitmask4 import BITMASK4
-
-    weight = torch.randn(rows, columns, generator=random) * 0.02
-    kept = torch.rand(rows, columns, generator=random) < 0.5
-    sparse = (weight * kept).bfloat16()
-    yield "dense", {"weight": sparse}
-    values, bits = bitmask.pack(sparse)
-    yield "bitmask", {"weight": values, "weight_bits": bits}
-
-    codes = torch.randint(1, 9, (rows, columns), generator=random) * weight.sign()
-    on_grid = (codes * kept / 256).bfloat16()
-    tensors = zip(("weight", *BITMASK4.companions), BITMASK4.pack(on_grid), strict=True)
-    yield "bitmask4", dict(tensors)
-
-    fields = (codes.clamp(-8, 7).long() + 8).unflatten(1, (-1, 8)) << 4 * torch.arange(8)
-    words = fields.sum(2)
-    yield (
-        "int4",
-        {
-            "weight_packed": (words - (words >> 31 << 32)).to(torch.int32),
-            "weight_scale": torch.full((rows, columns // GROUP), 1 / 256, dtype=torch.bfloat16),
-            "weight_shape": torch.tensor([rows, columns]),
-        },
-    )
-
-
-def settings(form: str, modules: Mapping[str, int]) -> dict[str, Any]:
-    """Return the `quantization_config` of a form; `modules` are the values kept by layer."""
-    if form == "int4":
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
-        weights |= {"strategy": "group", "group_size": GROUP}
-        scheme = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": scheme},
-            "ignore": ["lm_head"],
-        }
-    return {"quant_method": f"mrp_{form}", "format_version": 1, "modules": dict(modules)}
-
-
-def write_models(width: int, layers: int) -> dict[str, Path]:
-    """Write a random LLaMA of this size in all forms, unless it is there; return directories."""
-    from transformers import LlamaConfig
-
-    directories = {form: RUNS / f"{width}x{layers}-{form}" for form in FORMS}
-    if all((path / "config.json").exists() for path in directories.values()):
-        return directories
-    random = torch.Generator().manual_seed(0)
-    wide = 4 * width
-    shapes = {f"self_attn.{x}_proj": (width, width) for x in "qkvo"}
-    shapes |= {"mlp.gate_proj": (wide, width), "mlp.up_proj": (wide, width)}
-    shapes |= {"mlp.down_proj": (width, wide)}
-    common: dict[str, Tensor] = {"model.norm.weight": torch.ones(width)}
-    for name in ("model.embed_tokens", "lm_head"):
-        common[f"{name}.weight"] = 0.02 * torch.randn(VOCABULARY, width, generator=random)
-    for layer in range(layers):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            common[f"model.layers.{layer}.{name}.weight"] = torch.ones(width)
-    tensors = {form: {name: x.bfloat16() for name, x in common.items()} for form in FORMS}
-    modules: dict[str, dict[str, int]] = {form: {} for form in FORMS}
-    for name, (rows, columns) in shapes.items():
-        for form, stored in packed_forms(rows, columns, random):
-            for layer in range(layers):
-                prefix = f"model.layers.{layer}.{name}"
-                modules[form][prefix] = next(iter(stored.values())).numel()
-                # Each layer has memory of its own, as in a model.
-                tensors[form] |= {f"{prefix}.{key}": x.clone() for key, x in stored.items()}
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=wide,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 128,
-        num_key_value_heads=width // 128,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    ).to_dict()
-    for form, directory in directories.items():
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors[form], directory / "model.safetensors", {"format": "pt"})
-        content = dict(config)
-        if form != "dense":
-            content["quantization_config"] = settings(form, modules[form])
-        (directory / "config.json").write_text(json.dumps(content))
-    return directories
+CASES = {f"decode {sequences}": (sequences, PROMPT) for sequences in DECODING}
+CASES[f"prefill {PREFILL}"] = 1, PREFILL
+"""The number and the length of the prompts of each measurement."""
+END = "<!-- end -->"
+Engine = Callable[[int, int, int, int], float]
+"""The time in which prompts are continued: of their number, their length, new tokens, a seed."""
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -165,57 +82,95 @@ def start(directory: Path) -> Any:
     )
 
 
-def seconds(
-    llm: Any, sequences: int, length: int, new: int, seed: int, vocabulary: int = VOCABULARY
-) -> float:
+def prompts(sequences: int, length: int, seed: int, vocabulary: int) -> list[list[int]]:
+    """Return random tokens."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocabulary, (sequences, length), generator=random).tolist()
+
+
+def seconds(llm: Any, sequences: int, length: int, new: int, seed: int, vocabulary: int) -> float:
     """Return the time in which random prompts of this length are continued by `new` tokens each."""
     from vllm import SamplingParams
 
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, vocabulary, (sequences, length), generator=random).tolist()
+    rows = prompts(sequences, length, seed, vocabulary)
     options = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
-    llm.generate([{"prompt_token_ids": row} for row in ids], options, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
     return time.perf_counter() - begin
 
 
-def cases(new: int) -> dict[str, Callable[[Any, int], float]]:
-    """Return what is measured, each as a function of an engine and a seed, in tokens a second."""
+def seconds_in_llamacpp(
+    llm: Any, sequences: int, length: int, new: int, seed: int, vocabulary: int
+) -> float:
+    """Return the time in which llama.cpp continues random prompts, one after another."""
+    rows = prompts(sequences, length, seed, vocabulary)
+    begin = time.perf_counter()
+    for row in rows:
+        llm.reset()
+        # The range comes first: after its end no further token is computed.
+        for _ in zip(range(new), llm.generate(row, temp=0.0), strict=False):
+            pass
+    return time.perf_counter() - begin
 
-    def decoding(sequences: int) -> Callable[[Any, int], float]:
-        def rate(llm: Any, seed: int) -> float:
-            begin = seconds(llm, sequences, PROMPT, 1, seed)
-            return sequences * new / (seconds(llm, sequences, PROMPT, 1 + new, seed) - begin)
 
-        return rate
+def start_all(paths: Mapping[str, Path], threads: int) -> dict[str, Engine]:
+    """Load all contestants in this process."""
+    vocabulary = int(read_config(paths["dense"])["vocab_size"])
+    # llama.cpp comes first: vLLM binds this thread to one core, and later threads with it.
+    forms = sorted(paths, key=lambda form: paths[form].suffix != ".gguf")
+    engines: dict[str, Engine] = {}
+    for form in forms:
+        path = paths[form]
+        if path.suffix == ".gguf":
+            llm, timed = start_llamacpp(path, threads), seconds_in_llamacpp
+        else:
+            llm, timed = start(path), seconds
+        engines[form] = functools.partial(timed, llm, vocabulary=vocabulary)
+        engines[form](1, PREFILL, 2, 0)  # warms up
+    return engines
 
-    measured = {f"decode {sequences}": decoding(sequences) for sequences in DECODING}
-    measured[f"prefill {PREFILL}"] = lambda llm, seed: PREFILL / seconds(llm, 1, PREFILL, 1, seed)
-    return measured
+
+def start_llamacpp(file: Path, threads: int) -> Any:
+    """Load a GGUF file into llama.cpp, in this process."""
+    import llama_cpp
+
+    return llama_cpp.Llama(
+        str(file), n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+
+def rate(engine: Engine, case: str, new: int, seed: int) -> float:
+    """Return the tokens a second of a case."""
+    sequences, length = CASES[case]
+    begin = engine(sequences, length, 1, seed)
+    if length == PREFILL:
+        return length / begin
+    return sequences * new / (engine(sequences, length, 1 + new, seed) - begin)
 
 
 def measure(
-    directories: Directories, rounds: int, new: int
+    paths: Mapping[str, Path], threads: int, rounds: int, new: int
 ) -> Iterator[dict[str, dict[str, float]]]:
     """Yield after each round the median tokens a second so far, by form and case."""
-    engines = {form: start(path) for form, path in directories.items()}
-    measured = cases(new)
-    rates: dict[str, dict[str, list[float]]] = {f: {case: [] for case in measured} for f in FORMS}
-    for llm in engines.values():
-        for case in cases(1).values():
-            case(llm, 0)  # warms up
-    for seed in range(1, rounds + 1):
-        for name, case in measured.items():
-            for form, llm in engines.items():
-                rates[form][name].append(case(llm, seed))
-        yield {
-            form: {name: statistics.median(values) for name, values in row.items()}
-            for form, row in rates.items()
-        }
+    engines = start_all(paths, threads)
+    rates: dict[str, dict[str, list[float]]] = {form: {} for form in paths}
+    for seed in range(rounds + 1):
+        for case, (sequences, _) in CASES.items():
+            for form, engine in engines.items():
+                if sequences == 1 or paths[form].suffix != ".gguf":
+                    rates[form].setdefault(case, []).append(
+                        rate(engine, case, new if seed else 1, seed)
+                    )
+        if seed:  # the first round warms up
+            yield {
+                form: {case: statistics.median(values[1:]) for case, values in row.items()}
+                for form, row in rates.items()
+            }
 
 
 def machine() -> dict[str, str]:
     """Return the processor and the versions of what was measured."""
+    import llama_cpp
     import vllm
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -224,13 +179,17 @@ def machine() -> dict[str, str]:
     return {
         "processor": processor,
         "vllm": vllm.__version__,
+        "llamacpp": llama_cpp.__version__,
+        "compiled_for": ", ".join(
+            re.findall(r"(\w*(?:AVX|AMX)\w*) = 1", llama_cpp.llama_print_system_info().decode())
+        ),
         "torch": torch.__version__,
         # The chosen one of several stands in brackets.
         "huge_pages": re.findall(r"\[(\w+)\]", modes.read_text())[0] if modes.exists() else "never",
     }
 
 
-def page(results: list[dict[str, Any]]) -> Iterator[str]:
+def page(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of the page."""
     latest = results[-1]["machine"]
     yield "# Sparse weights in vLLM"
@@ -242,57 +201,76 @@ def page(results: list[dict[str, Any]]) -> Iterator[str]:
     yield "```"
     yield ""
     yield (
-        f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}. A LLaMA "
-        "with random weights; eager. int4 is compressed-tensors in groups of "
-        f"{GROUP}; sparse weights are `bitmask` and `bitmask4`. Tokens a second, medians of "
-        "interleaved rounds on an idle machine. Prompts have "
-        f"{PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, which a "
-        "virtual machine shares, so that its speeds and ratios vary from run to run. Packed "
-        "weights lie in huge pages, for which the plug-in asks; other memory gets them where "
-        f"`transparent_hugepage/enabled` is `always`. Here it is `{latest['huge_pages']}`."
+        f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}; eager. int4 and "
+        f"int8 are compressed-tensors, in groups of {GROUP} and by rows; int8 and integers round "
+        "activations to 8 bits. Sparse weights are `bitmask` and `bitmask4`. Heads are bfloat16 "
+        "unless a row says otherwise. llama.cpp is that of llama-cpp-python "
+        f"{latest['llamacpp']}, compiled for {latest['compiled_for']}; its files are of its own "
+        "quantiser, with heads of 6 or 8 bits. Tokens a second, medians of interleaved rounds on "
+        f"an idle machine. Prompts have {PROMPT} tokens. Decoding one sequence is bound by the "
+        "bandwidth of memory, which a virtual machine shares, so that its speeds and ratios vary "
+        "from run to run. Packed weights lie in huge pages, for which the plug-in asks; other "
+        "memory gets them where `transparent_hugepage/enabled` is `always`. Here it is "
+        f"`{latest['huge_pages']}`."
     )
     for result in results:
-        rates, columns = result["rates"], list(result["rates"]["dense"])
+        rates, megabytes, cases = result["rates"], result["megabytes"], list(CASES)
         threads = f"{result['threads']} core{'s' * (result['threads'] > 1)}"
-        yield from ("", f"## {result['width']} columns, {threads}", "")
-        yield from (f"{result['layers']} layers.", "")
+        yield from ("", f"## {result['title']}, {threads}", "", result["note"], "")
+        line = f"|---|{'---|' * (1 + len(cases))}"
+        yield from (f"| tokens a second | file, MB | {' | '.join(cases)} |", line)
+        for form in rates:
+            cells = (f"{rates[form][x]:.1f}" if x in rates[form] else "–" for x in cases)
+            yield f"| {NAMES[form]} | {megabytes[form]:.0f} | {' | '.join(cells)} |"
+        first, *others = rates
         yield from (
-            f"| tokens a second | file, MB | {' | '.join(columns)} |",
-            f"|---|{'---|' * (1 + len(columns))}",
+            "",
+            f"| ratio | file | {' | '.join(cases)} |",
+            f"|---|{'---|' * (1 + len(cases))}",
         )
-        for form in FORMS:
-            cells = " | ".join(f"{rates[form][case]:.1f}" for case in columns)
-            yield f"| {NAMES[form]} | {result['megabytes'][form]:.0f} | {cells} |"
-        yield from ("", f"| ratio | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}")
-        for base, form in itertools.product(FORMS[:2], FORMS[2:]):
-            ratios = " | ".join(f"{rates[form][case] / rates[base][case]:.2f}" for case in columns)
-            yield f"| {NAMES[form]} over {base} | {ratios} |"
+        for form in others:
+            own, base = rates[form], rates[first]
+            cells = (f"{own[x] / base[x]:.2f}" if x in own else "–" for x in cases)
+            size = megabytes[form] / megabytes[first]
+            yield f"| {NAMES[form]} over {first} | {size:.2f} | {' | '.join(cells)} |"
 
 
 def write_page(out: Path) -> None:
-    """Write the page from all measurements in `runs/serving`."""
-    files = sorted(RUNS.glob("*.json"))
-    out.write_text("\n".join(page([json.loads(file.read_text()) for file in files])) + "\n")
+    """Write the page from all measurements in `runs/serving`, but for what follows its end mark."""
+    results = [json.loads(file.read_text("utf-8")) for file in sorted(RUNS.glob("*.json"))]
+    kept = out.read_text("utf-8").partition(END)[2] if out.exists() else "\n"
+    out.write_text("\n".join([*page(results), "", END]) + kept, encoding="utf-8")
 
 
 def measure_here(options: argparse.Namespace) -> None:
     """Measure in this process, which has its number of threads, and write the numbers."""
-    directories = write_models(options.width, options.layers)
-    content: dict[str, Any] = {
-        "command": f"--threads {options.threads[0]} --width {options.width} "
-        f"--layers {options.layers} --rounds {options.rounds}",
-        "threads": options.threads[0],
-        "width": options.width,
-        "layers": options.layers,
+    paths, (threads,) = write_all(options.model, options.sparse), options.threads
+    name = name_of(options.model)
+    command = f"--threads {threads} --model {Path(options.model).name} --rounds {options.rounds}"
+    note = "Half of the weights are removed by magnitude: speed does not depend on which they are."
+    if options.sparse is not None:
+        command += f" --sparse {options.sparse.name}"
+        note = f"The sparse weights are those of {options.sparse.name}."
+    columns, x, layers = name.partition("x")
+    if x and f"{columns}{layers}".isdigit():
+        name, note = f"{columns} columns", f"{layers} layers with random weights. {note}"
+    content = {
+        "command": command,
+        "threads": threads,
+        "title": name,
+        "note": note,
         "machine": machine(),
-        "megabytes": {
-            form: (path / "model.safetensors").stat().st_size / 1e6
-            for form, path in directories.items()
-        },
+        "megabytes": {form: size_of(path) / 1e6 for form, path in paths.items()},
     }
-    file = RUNS / f"{options.width:05}-{options.threads[0]}.json"
-    for count, rates in enumerate(measure(directories, options.rounds, options.tokens), 1):
+    file = RUNS / f"{name_of(options.model)}-{threads}.json"
+    for count, rates in enumerate(measure(paths, threads, options.rounds, options.tokens), 1):
         file.write_text(json.dumps(content | {"rounds": count, "rates": rates}, indent=1))
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of the weights in a directory."""
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def main() -> None:
@@ -302,8 +280,10 @@ def main() -> None:
     )
     option = parser.add_argument
     option("--threads", type=int, nargs="+", default=[1, 2])
-    option("--width", type=int, default=2048, help="columns of the model, a multiple of 128")
-    option("--layers", type=int, default=4)
+    text = "directory or GGUF file of a LLaMA or Qwen2, or columns and layers of a random LLaMA"
+    option("--model", default="2048x4", help=text)
+    text = "the model, half of it pruned and the rest in 4 bits (default: pruned by magnitude)"
+    option("--sparse", type=Path, metavar="DIR", help=text)
     option("--rounds", type=int, default=5)
     option("--tokens", type=int, default=16, help="new tokens of each sequence")
     option("--out", type=Path, help="page to write, such as lab/results/serving.md")
@@ -311,16 +291,17 @@ def main() -> None:
     option("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.prepare:
-        write_models(options.width, options.layers)
+        write_all(options.model, options.sparse)
     elif options.here:
         measure_here(options)
     else:
+        command = [sys.executable, *sys.argv]
+        subprocess.run([*command, "--prepare"], check=True)
         for threads in options.threads:
-            command = [sys.executable, __file__, "--here", "--threads", str(threads)]
-            command += ["--width", str(options.width), "--layers", str(options.layers)]
-            command += ["--rounds", str(options.rounds), "--tokens", str(options.tokens)]
-            subprocess.run(command, env=os.environ | environment(threads), check=True)
-    if options.out is not None and not options.here:
+            # Of repeated options the last one counts.
+            here = [*command, "--here", "--threads", str(threads)]
+            subprocess.run(here, env=os.environ | environment(threads), check=True)
+    if options.out is not None and not (options.here or options.prepare):
         write_page(options.out)
 
 

@@ -1,0 +1,195 @@
+"""The files of one model that the contestants of `serving.py` read, each written once."""
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+EXPORTS = {
+    "bitmask": "--format bitmask",
+    "bitmask4": "--format bitmask4",
+    "integers": "--format bitmask4 --activations int8",
+    "head": "--format bitmask4 --activations int8 --head-bits 8",
+}
+"""Options of `mrp-lightning export`."""
+FILE_TYPES = {"q8_0": 7, "q4_0": 2, "q3_k": 12}
+"""llama.cpp's numbers of the types that it quantises to."""
+GROUP, VOCABULARY = 64, 4096
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+INT8 = {"num_bits": 8, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+"""Settings of compressed-tensors for weights, and for activations that are rounded as they come."""
+RUNS = Path("runs/serving")
+
+
+def write_all(model: str, sparse: Path | None) -> dict[str, Path]:
+    """Write what each contestant reads, unless it is there; return directories and files."""
+    from served import four_bits
+
+    dense = dense_model(model)
+    runs = RUNS / name_of(model)
+    paths = {"dense": dense} | {form: runs / form for form in ("int4", "int8")}
+    write_rounded(dense, paths["int4"], int4, scheme("pack-quantized", weights=INT4))
+    of_int8 = scheme("int-quantized", weights=INT8, input_activations=TOKENS)
+    write_rounded(dense, paths["int8"], int8, of_int8)
+    if sparse is None:
+        sparse = runs / "magnitude"
+        write_rounded(dense, sparse, lambda weight: {"weight": four_bits(weight)}, None)
+    for form, options in EXPORTS.items():
+        paths[form] = runs / f"{sparse.name}-{form}"
+        mrp_lightning("export", sparse, *options.split(), "--out", paths[form])
+    paths["bf16"] = runs / "bf16.gguf"
+    mrp_lightning("gguf", dense, "--type", "bf16", "--out", paths["bf16"])
+    for form, number in FILE_TYPES.items():
+        # Rows of Q3_K are multiples of 256: where they are not, llama.cpp takes other types.
+        if form != "q3_k" or read_config(dense)["hidden_size"] % 256 == 0:
+            paths[form] = runs / f"{form}.gguf"
+            quantise(paths["bf16"], paths[form], number)
+    return paths
+
+
+def dense_model(model: str) -> Path:
+    """Return the directory of a dense model: it is made of a size or a GGUF file, once."""
+    if Path(model).is_dir():
+        return Path(model)
+    directory = RUNS / name_of(model) / "dense"
+    if any(directory.glob("*.safetensors")):
+        return directory
+    if (size := re.fullmatch(r"(\d+)x(\d+)", model)) is not None:
+        from mrp_lightning.embedded import STDLIB_LLAMA
+
+        network, tokenizer = random_llama(*map(int, size.groups())), str(STDLIB_LLAMA)
+    else:
+        from mrp_lightning.models.loading import load_model
+
+        network, tokenizer = load_model(model, torch.bfloat16), model
+    from mrp_lightning.models.loading import load_tokenizer
+
+    load_tokenizer(tokenizer).save_pretrained(directory)  # llama.cpp reads no file without one
+    network.save_pretrained(directory)
+    return directory
+
+
+def random_llama(width: int, layers: int) -> Any:
+    """Return a LLaMA with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def name_of(model: str) -> str:
+    """Return the name of a model: of its directory or file, or its size."""
+    return Path(model).name.removesuffix(".gguf")
+
+
+def mrp_lightning(command: str, run: Path, *arguments: str | Path) -> None:
+    """Convert a run by a command of the package, unless its output, the last one, is there."""
+    if not Path(arguments[-1]).exists():
+        words = [sys.executable, "-m", "mrp_lightning", command, run, *arguments]
+        subprocess.run([str(word) for word in words], check=True)
+
+
+def quantise(source: Path, target: Path, file_type: int) -> None:
+    """Write a GGUF file in another type by llama.cpp, unless it is there."""
+    import llama_cpp
+
+    if target.exists():
+        return
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = file_type
+    partial = target.with_suffix(".partial")
+    files = (str(path).encode() for path in (source, partial))
+    if llama_cpp.llama_model_quantize(*files, ctypes.byref(options)):
+        raise SystemExit(f"error: llama.cpp could not write {target}.")
+    partial.rename(target)
+
+
+def write_rounded(
+    dense: Path,
+    target: Path,
+    rounded: Callable[[Tensor], Mapping[str, Tensor]],
+    quantization: Mapping[str, Any] | None,
+) -> None:
+    """Write a LLaMA or Qwen2 with other tensors for each linear layer, unless it is there.
+
+    Args:
+        dense: The directory of the dense model.
+        target: The directory to write.
+        rounded: Returns the tensors of a layer by their names within it, of its weight.
+        quantization: The `quantization_config`, if there is one.
+    """
+    if (target / "model.safetensors").exists():
+        return
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(dense.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            layer, _, kind = name.rpartition(".")
+            is_linear = layer.endswith("_proj") and kind == "weight"
+            own = rounded(tensor) if is_linear else {kind: tensor}
+            tensors |= {f"{layer}.{key}": value for key, value in own.items()}
+    shutil.copytree(
+        dense, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
+    )
+    config = read_config(dense) | ({"quantization_config": quantization} if quantization else {})
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of a model's `config.json`."""
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    return content
+
+
+def int4(weight: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of compressed-tensors with 4 bits, in groups of columns."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(2, keepdim=True) / 7).clamp_min(1e-8).bfloat16()
+    codes = (groups / scales.float()).round().clamp(-8, 7).long() + 8
+    words = (codes.flatten(1).unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
+    return {
+        "weight_packed": (words - (words >> 31 << 32)).to(torch.int32),
+        "weight_scale": scales[:, :, 0].contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def int8(weight: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of compressed-tensors with 8 bits and a scale for each row."""
+    scales = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-8).bfloat16()
+    codes = (weight.float() / scales.float()).round().clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}
+
+
+def scheme(form: str, **roles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `quantization_config` of compressed-tensors, for weights and activations."""
+    common = {"type": "int", "symmetric": True, "dynamic": False}
+    group = {role: common | settings for role, settings in roles.items()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": form, **group}},
+        "ignore": ["lm_head"],
+    }
