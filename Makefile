@@ -111,7 +111,7 @@ embedded-model: .venv/installed
 	touch $@
 
 # Tests packed models, and the formats of others, in the engines that serve them; then measures their speed
-# on an idle machine (10 minutes), and writes lab/results/serving.md.
+# on an idle machine (half an hour), and writes lab/results/serving.md.
 vllm: test-vllm
 	$(VLLM)/python lab/benchmarks/serving.py --rounds 3
 	$(VLLM)/python lab/benchmarks/serving.py --threads 1 --model 4096x2 --rounds 2 --out lab/results/serving.md
@@ -121,7 +121,8 @@ test-vllm: .venv-vllm/installed
 
 # vLLM needs an environment of its own (3.5 GB): it pins versions that constraints.txt does not have, and takes
 # along builds of torchvision, torchaudio and torchcodec that fail beside a torch for CPUs. Where no index has
-# torch 2.13.0+cpu, give TORCH_INDEX=https://download.pytorch.org/whl/cpu.
+# torch 2.13.0+cpu, give TORCH_INDEX=https://download.pytorch.org/whl/cpu. llama.cpp is compiled here (8 minutes on
+# two cores), since xllamacpp was built without AVX-512.
 VLLM := .venv-vllm/bin
 .venv-vllm/installed: pyproject.toml mrp_sparse/pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

@@ -155,12 +155,11 @@ def measure(
     engines = start_all(paths, threads)
     rates: dict[str, dict[str, list[float]]] = {form: {} for form in paths}
     for seed in range(rounds + 1):
+        tokens = new if seed else 1
         for case, (sequences, _) in CASES.items():
             for form, engine in engines.items():
                 if sequences == 1 or paths[form].suffix != ".gguf":
-                    rates[form].setdefault(case, []).append(
-                        rate(engine, case, new if seed else 1, seed)
-                    )
+                    rates[form].setdefault(case, []).append(rate(engine, case, tokens, seed))
         if seed:  # the first round warms up
             yield {
                 form: {case: statistics.median(values[1:]) for case, values in row.items()}
@@ -205,13 +204,12 @@ def page(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         f"int8 are compressed-tensors, in groups of {GROUP} and by rows; int8 and integers round "
         "activations to 8 bits. Sparse weights are `bitmask` and `bitmask4`. Heads are bfloat16 "
         "unless a row says otherwise. llama.cpp is that of llama-cpp-python "
-        f"{latest['llamacpp']}, compiled for {latest['compiled_for']}; its files are of its own "
-        "quantiser, with heads of 6 or 8 bits. Tokens a second, medians of interleaved rounds on "
-        f"an idle machine. Prompts have {PROMPT} tokens. Decoding one sequence is bound by the "
-        "bandwidth of memory, which a virtual machine shares, so that its speeds and ratios vary "
-        "from run to run. Packed weights lie in huge pages, for which the plug-in asks; other "
-        "memory gets them where `transparent_hugepage/enabled` is `always`. Here it is "
-        f"`{latest['huge_pages']}`."
+        f"{latest['llamacpp']}, compiled for {latest['compiled_for']}; its own quantiser gives "
+        "heads 6 or 8 bits. Tokens a second, medians of interleaved rounds on an idle machine. "
+        f"Prompts have {PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, "
+        "which a virtual machine shares, so that its speeds and ratios vary from run to run. "
+        "Packed weights lie in huge pages, for which the plug-in asks; other memory gets them "
+        f"where `transparent_hugepage/enabled` is `always`. Here it is `{latest['huge_pages']}`."
     )
     for result in results:
         rates, megabytes, cases = result["rates"], result["megabytes"], list(CASES)
