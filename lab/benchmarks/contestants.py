@@ -1,6 +1,7 @@
 """The files of one model that the contestants of `serving.py` read, each written once."""
 
 import ctypes
+import functools
 import json
 import re
 import shutil
@@ -14,15 +15,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.eight_bit import EIGHT_BIT
+from mrp_sparse.formats.packed_format import PackedFormat
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-EXPORTS = {
-    "bitmask": "--format bitmask",
-    "bitmask4": "--format bitmask4",
-    "integers": "--format bitmask4 --activations int8",
-    "head": "--format bitmask4 --activations int8 --head-bits 8",
+_HEAD = {"module": "lm_head", "format_version": EIGHT_BIT.version}
+PACKED: dict[str, tuple[PackedFormat, dict[str, Any]]] = {
+    "bitmask": (BITMASK, {}),
+    "bitmask4": (BITMASK4, {}),
+    "integers": (BITMASK4, {"activations": "int8"}),
+    "head": (BITMASK4, {"activations": "int8", "head": _HEAD}),
 }
-"""Options of `mrp-lightning export`."""
+"""The format of sparse weights, and further keys of its `quantization_config`."""
 FILE_TYPES = {"q8_0": 7, "q4_0": 2, "q3_k": 12}
 """llama.cpp's numbers of the types that it quantises to."""
 GROUP, VOCABULARY = 64, 4096
@@ -45,10 +52,11 @@ def write_all(model: str, sparse: Path | None) -> dict[str, Path]:
     write_rounded(dense, paths["int8"], int8, of_int8)
     if sparse is None:
         sparse = runs / "magnitude"
-        write_rounded(dense, sparse, lambda weight: {"weight": four_bits(weight)}, None)
-    for form, options in EXPORTS.items():
+        write_rounded(dense, sparse, lambda weight: {"weight": four_bits(weight)}, {})
+    for form, (packed, keys) in PACKED.items():
         paths[form] = runs / f"{sparse.name}-{form}"
-        mrp_lightning("export", sparse, *options.split(), "--out", paths[form])
+        config = {"quant_method": packed.quant_method, "format_version": packed.version, **keys}
+        write_rounded(sparse, paths[form], functools.partial(tensors_of, packed), config)
     paths["bf16"] = runs / "bf16.gguf"
     mrp_lightning("gguf", dense, "--type", "bf16", "--out", paths["bf16"])
     for form, number in FILE_TYPES.items():
@@ -129,7 +137,7 @@ def write_rounded(
     dense: Path,
     target: Path,
     rounded: Callable[[Tensor], Mapping[str, Tensor]],
-    quantization: Mapping[str, Any] | None,
+    quantization: Mapping[str, Any],
 ) -> None:
     """Write a LLaMA or Qwen2 with other tensors for each linear layer, unless it is there.
 
@@ -137,23 +145,38 @@ def write_rounded(
         dense: The directory of the dense model.
         target: The directory to write.
         rounded: Returns the tensors of a layer by their names within it, of its weight.
-        quantization: The `quantization_config`, if there is one.
+        quantization: The `quantization_config`, without `modules`; empty for a dense model.
     """
     if (target / "model.safetensors").exists():
         return
     tensors: dict[str, Tensor] = {}
+    config, sizes = read_config(dense), {}
     for file in sorted(dense.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             layer, _, kind = name.rpartition(".")
             is_linear = layer.endswith("_proj") and kind == "weight"
             own = rounded(tensor) if is_linear else {kind: tensor}
             tensors |= {f"{layer}.{key}": value for key, value in own.items()}
+            if is_linear:
+                sizes[layer] = next(iter(own.values())).numel()
+    if "head" in quantization:  # tied embeddings are read from it, too
+        head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+        own = tensors_of(EIGHT_BIT, tensors.pop(f"{head}.weight"))
+        tensors |= {f"lm_head.{key}": value for key, value in own.items()}
+    if "format_version" in quantization:
+        quantization = {**quantization, "modules": sizes}
+    if quantization:
+        config["quantization_config"] = quantization
     shutil.copytree(
         dense, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
     )
-    config = read_config(dense) | ({"quantization_config": quantization} if quantization else {})
     (target / "config.json").write_text(json.dumps(config))
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def tensors_of(packed: PackedFormat, weight: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a layer in a format of this package."""
+    return dict(zip(packed.names, packed.pack(weight), strict=True))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

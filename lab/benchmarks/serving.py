@@ -5,7 +5,7 @@
 
 The model is a LLaMA with random weights, since speed does not depend on what they mean, or a dense
 one. Each contestant's file is written to `runs/serving`, once: int4 and int8 by rounding to the
-nearest, sparse weights by `mrp-lightning export`, and llama.cpp's types by its own quantiser. All
+nearest, sparse weights packed as they are, and llama.cpp's types by its own quantiser. All
 contestants are loaded in one process. Each measurement goes through all of them in turn, and the
 medians are taken. Decoding is timed as the difference between 1 and 1 + N new tokens, so that the
 prompt does not count. Times are wall times: nothing else may run. The page is written from all
