@@ -36,9 +36,7 @@ quick = settings(
 )
 columns_of_weights = st.integers(1, 300) | st.sampled_from([2048, 2050, 4500])
 """Some are decoded in several spans of columns."""
-sizes = st.tuples(
-    st.sampled_from([1, 2, 3, 5, 8, 13, 300]), st.integers(1, 40), columns_of_weights
-)
+sizes = st.tuples(st.sampled_from([1, 2, 3, 5, 8, 13, 300]), st.integers(1, 40), columns_of_weights)
 kept = st.sampled_from([0.0, 0.1, 0.5, 1.0])
 seeds = st.integers(0, 999)
 
