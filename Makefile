@@ -112,8 +112,9 @@ embedded-model: .venv/installed
 
 # Tests packed models, and the formats of others, in the engines that serve them; then measures their speed
 # on an idle machine (half an hour), and writes lab/results/serving.md.
-vllm: test-vllm .venv-vllm/llamacpp
+vllm: test-vllm .venv-vllm/llamacpp $(firstword $(GGUF))
 	$(VLLM)/python lab/benchmarks/serving.py --rounds 3
+	$(VLLM)/python lab/benchmarks/serving.py --model $(firstword $(GGUF)) --rounds 3
 	$(VLLM)/python lab/benchmarks/serving.py --threads 1 --model 4096x2 --rounds 2 --out lab/results/serving.md
 
 test-vllm: .venv-vllm/installed

@@ -1,7 +1,7 @@
 """The speed of vLLM with sparse weights on a CPU, beside dense and rounded ones, and llama.cpp.
 
     python lab/benchmarks/serving.py --threads 1 2 --out lab/results/serving.md
-    python lab/benchmarks/serving.py --model Qwen2.5-Coder-0.5B.gguf --sparse PRUNED --out PAGE
+    python lab/benchmarks/serving.py --model MODEL.gguf --sparse PRUNED --out PAGE
 
 The model is a LLaMA with random weights, since speed does not depend on what they mean, or a dense
 one. Each contestant's file is written to `runs/serving`, once: int4 and int8 by rounding to the
@@ -244,7 +244,7 @@ def measure_here(options: argparse.Namespace) -> None:
     """Measure in this process, which has its number of threads, and write the numbers."""
     paths, (threads,) = write_all(options.model, options.sparse), options.threads
     name = name_of(options.model)
-    command = f"--threads {threads} --model {Path(options.model).name} --rounds {options.rounds}"
+    command = f"--threads {threads} --model {options.model} --rounds {options.rounds}"
     note = "Half of the weights are removed by magnitude: speed does not depend on which they are."
     if options.sparse is not None:
         command += f" --sparse {options.sparse.name}"

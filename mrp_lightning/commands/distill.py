@@ -158,12 +158,13 @@ def _distil(run: Path, options: Namespace) -> None:
 
 def _fit(module: "Distillation", options: Namespace) -> str:
     """Return what memory training needs; recompute activations where they would not fit."""
-    from mrp_lightning.commands.distillation import training_device
+    from mrp_lightning.commands.distillation import fast_precision, training_device
     from mrp_lightning.devices import available_memory
     from mrp_lightning.distillation.module import needed_memory
 
     tokens = options.batch_size * options.sequence_length
-    needed = needed_memory(module, tokens)
+    precision = options.precision or fast_precision(options.accelerator)
+    needed = needed_memory(module, tokens, precision)
     device = training_device(options.accelerator)
     available = available_memory(device)
     if device.type == "cuda" and available is not None:  # both models come there
@@ -172,7 +173,7 @@ def _fit(module: "Distillation", options: Namespace) -> str:
     if available is None or needed <= available:
         return f"Training needs about {needed / 2**30:.1f} GiB beside the two models."
     module.gradient_checkpointing = True
-    fewer = needed_memory(module, tokens)
+    fewer = needed_memory(module, tokens, precision)
     text = (
         f"Training needs about {needed / 2**30:.1f} GiB beside the two models, or "
         f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "

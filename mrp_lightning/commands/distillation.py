@@ -141,7 +141,7 @@ def distil(
         max_epochs=1,
         max_steps=steps,
         accelerator=accelerator,
-        precision=precision or _fast_precision(accelerator),
+        precision=precision or fast_precision(accelerator),
         gradient_clip_val=1.0,
         callbacks=[
             *keep,
@@ -182,7 +182,7 @@ def training_device(accelerator: str) -> torch.device:
     return torch.device("cuda" if is_gpu else "cpu")
 
 
-def _fast_precision(accelerator: str) -> str:
+def fast_precision(accelerator: str) -> str:
     """Return the faster precision of products; weights and their updates are float32 in both."""
     is_fast = has_bfloat16_units(training_device(accelerator))
     return "bf16-mixed" if is_fast else "32-true"

@@ -310,7 +310,7 @@ def _require_one_vocabulary(student: CausalLM, teacher: CausalLM) -> None:
         )
 
 
-def needed_memory(module: Distillation, tokens: int) -> int:
+def needed_memory(module: Distillation, tokens: int, precision: str = "32-true") -> int:
     """Return about how many bytes a training step needs, beside both models.
 
     Each kept weight has a float32 value and two moments, and each weight of a pruned layer a place
@@ -319,7 +319,8 @@ def needed_memory(module: Distillation, tokens: int) -> int:
     pass, with the gradients of all trained weights. Activations are what autograd saves for a few
     tokens, in proportion to the `tokens` of a batch: attention must not save its matrix of weights
     (`sdpa` does not). With gradient checkpointing they are those of one block, and the inputs of
-    all.
+    all. With `bf16-mixed` float32 matrices have a copy in bfloat16 until the backward pass; that
+    activations are smaller then does not count.
     """
     model = module.model
     tables = {id(p) for table in module.embeddings() for p in table.parameters()}
@@ -329,6 +330,9 @@ def needed_memory(module: Distillation, tokens: int) -> int:
     masks = sum(layer.view.numel() for layer in pruned)  # bool
     kept = sum(parameter.numel() for parameter in trained) - removed
     forward = 4 * kept + tokens * _activations(module)
+    if precision == "bf16-mixed":
+        matrices = (p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32)
+        forward += sum(p.numel() * torch.bfloat16.itemsize for p in matrices)
     backward = sum(parameter.nbytes for parameter in trained)
     return 12 * kept + masks + max(forward, backward) + LOGITS_MEMORY
 

@@ -37,7 +37,7 @@ inline void multiply_span(
     const RoundedTokens& x, Sums* sums) {
 #ifdef MRP_AVX512
   if (way == Integers::vnni && x.count <= VNNI_FEW_TOKENS) {
-    for (size_t p = 0; p < panels.size(); p++) {
+    for (size_t p = 0; p < panels.size(); p++) {  // one tile: a panel is decoded once
       for_each_tile<VNNI_FEW_TOKENS>(x.count, [&]<int count>(int64_t) {
         multiply_decoded_vnni<count>(
             panels[p], next, decoded + p * SPAN_GROUPS, x, p * PANEL_ROWS, sums);
