@@ -158,22 +158,22 @@ def _distil(run: Path, options: Namespace) -> None:
 
 def _fit(module: "Distillation", options: Namespace) -> str:
     """Return what memory training needs; recompute activations where they would not fit."""
-    from mrp_lightning.commands.distillation import fast_precision, training_device
+    import torch
+
     from mrp_lightning.devices import available_memory
     from mrp_lightning.distillation.module import needed_memory
 
     tokens = options.batch_size * options.sequence_length
-    precision = options.precision or fast_precision(options.accelerator)
-    needed = needed_memory(module, tokens, precision)
-    device = training_device(options.accelerator)
-    available = available_memory(device)
-    if device.type == "cuda" and available is not None:  # both models come there
+    needed = needed_memory(module, tokens, options.precision)
+    is_gpu = torch.cuda.is_available() and options.accelerator in ("auto", "gpu", "cuda")
+    available = available_memory(torch.device("cuda" if is_gpu else "cpu"))
+    if is_gpu and available is not None:  # both models come there
         models = (module.model, module.teacher.model)
         available -= sum(p.nbytes for model in models for p in model.parameters())
     if available is None or needed <= available:
         return f"Training needs about {needed / 2**30:.1f} GiB beside the two models."
     module.gradient_checkpointing = True
-    fewer = needed_memory(module, tokens, precision)
+    fewer = needed_memory(module, tokens, options.precision)
     text = (
         f"Training needs about {needed / 2**30:.1f} GiB beside the two models, or "
         f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "
@@ -233,9 +233,8 @@ def _parser() -> CommandParser:
     option("--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows")
     text = "the type of the weights in training: float32 (default), or bfloat16 for less memory"
     option("--dtype", default="float32", choices=["float32", "bfloat16"], help=text)
-    text = "that of the products (default: bf16-mixed where the device multiplies bfloat16 faster "
-    text += "than float32, 32-true elsewhere)"
-    option("--precision", choices=["32-true", "bf16-mixed"], help=text)
+    text = "that of the products: 32-true (default), or bf16-mixed, faster where bfloat16 is"
+    option("--precision", default="32-true", choices=["32-true", "bf16-mixed"], help=text)
     text = "the directory of the result (default: RUN-distilled)"
     option("--out", type=Path, metavar="DIR", help=text)
     text = "replace what this package wrote there before"
