@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 Source = str | os.PathLike[str] | nn.Module
 _LEAST_RATE = 0.05
 """The fraction of the peak rate at which the schedule ends."""
+_LEAST_SCALE = 2.0**-10
+"""The size of parameters that are smaller, such as biases of zeros, for their learning rate."""
+_SCALES = "parameter_scales"
+"""The key of a checkpoint for the sizes of the parameters before training."""
 _TOKENS = 16
 """The tokens on which activations are measured: enough for tensors per window to be few."""
 
@@ -58,8 +63,9 @@ class Distillation(CausalLM):
         dtype: The precision of the student's weights, such as `float32`; `None` keeps the
             checkpoint's.
         teacher_dtype: That of the teacher's weights; `None` keeps the checkpoint's.
-        learning_rate: The peak of the AdamW schedule: linear warm-up, then a cosine down to a
-            twentieth.
+        learning_rate: The peak of the AdamW schedule, relative to each parameter: a step moves
+            the entries by about this fraction of their root mean square, which is rounded to a
+            power of two. Linear warm-up, then a cosine down to a twentieth.
         warmup_steps: The number of optimizer steps until the peak.
         weight_decay: The weight decay of the matrices.
         train_embeddings: Whether embeddings and output head are trained, too.
@@ -84,7 +90,7 @@ class Distillation(CausalLM):
         *,
         dtype: str | torch.dtype | None = None,
         teacher_dtype: str | torch.dtype | None = None,
-        learning_rate: float = 2e-4,
+        learning_rate: float = 8e-4,
         warmup_steps: int = 10,
         weight_decay: float = 0.0,
         train_embeddings: bool = False,
@@ -114,6 +120,7 @@ class Distillation(CausalLM):
         self._values: list[KeptValues] = []
         self._figures: dict[str, dict[str, MeanLoss]] = {}
         self._texts_held = [""]
+        self._scales: dict[str, float] = {}
         self.hparams["student"] = self.hparams.pop("model")
         self.save_hyperparameters(
             {
@@ -161,6 +168,7 @@ class Distillation(CausalLM):
         teacher.to(self.trainer.strategy.root_device)
         if stage == "validate":
             return
+        self._scales = {}
         if not pruned_layers(self.model) and _size(self.model) == _size(self.teacher.model):
             log.warning(
                 "The student has no pruned layer and as many weights as the teacher: there is "
@@ -266,12 +274,29 @@ class Distillation(CausalLM):
                 )
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with linear warm-up and a cosine down to a twentieth of the peak rate.
+        """Return AdamW at rates relative to the parameters, with warm-up and a cosine after it.
 
         An unknown number of steps raises an OptionError.
         """
-        configured = super().configure_optimizers()
-        optimizer, steps = configured["optimizer"], int(self.trainer.estimated_stepping_batches)
+        steps = self.known_steps()
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        self._scales = self._scales or {name: _scale(p) for name, p in trained.items()}
+        groups: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in trained.items():
+            groups[self._scales[name], parameter.ndim >= 2].append(parameter)
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": parameters,
+                    "lr": self.learning_rate * scale,
+                    # Towards 0, which is no neutral value for the scale of a norm. A step subtracts
+                    # lr × weight_decay × weight, which the scale of the weights must not change.
+                    "weight_decay": self.weight_decay / scale if is_matrix else 0.0,
+                }
+                for (scale, is_matrix), parameters in groups.items()
+            ],
+            betas=(0.9, 0.95),
+        )
 
         def rate(step: int) -> float:
             """Return the fraction of the peak rate at a step."""
@@ -288,6 +313,25 @@ class Distillation(CausalLM):
         super().on_save_checkpoint(checkpoint)
         saved = checkpoint["hyper_parameters"]
         saved["student"] = saved.pop("model")
+        # Trained weights may have other scales, and the optimizer's groups must stay the same.
+        checkpoint[_SCALES] = self._scales
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the sizes of the parameters at the start, to which their rates are relative."""
+        super().on_load_checkpoint(checkpoint)
+        self._scales = checkpoint.get(_SCALES, {})
+
+
+def _scale(parameter: nn.Parameter) -> float:
+    """Return the root mean square of the entries that are not zero, rounded to a power of two."""
+    entries = parameter.detach()
+    square, count = (
+        float(total.full_tensor() if isinstance(total, DTensor) else total)
+        for total in (entries.double().square().sum(), (entries != 0).sum())
+    )
+    if square == 0:
+        return _LEAST_SCALE
+    return max(_LEAST_SCALE, 2.0 ** round(math.log2(square / count) / 2))
 
 
 def _size(model: nn.Module) -> int:

@@ -361,12 +361,7 @@ class CausalLM(ExactValues):
 
         An unknown number of steps raises an OptionError.
         """
-        steps = self.trainer.estimated_stepping_batches
-        if not 1 <= steps < math.inf:
-            raise OptionError(
-                "The learning rate falls over the steps that the trainer will take, and their "
-                "number is not known. Give `trainer.max_steps`."
-            )
+        steps = self.known_steps()
         trained = [p for p in self.parameters() if p.requires_grad]
         # Weight decay pulls towards 0, which is no neutral value for the scale of a norm.
         groups = [
@@ -374,8 +369,18 @@ class CausalLM(ExactValues):
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, int(steps))
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def known_steps(self) -> int:
+        """Return the number of optimizer steps of the training; an OptionError if it is unknown."""
+        steps = self.trainer.estimated_stepping_batches
+        if not 1 <= steps < math.inf:
+            raise OptionError(
+                "The learning rate falls over the steps that the trainer will take, and their "
+                "number is not known. Give `trainer.max_steps`."
+            )
+        return int(steps)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the configuration and the tokenizer, to rebuild the model without its source."""
