@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from export.loading import load, storage_bytes
+from mrp_lightning.data.sampling import attention_of_one_token
 from mrp_lightning.devices import device_named, machine
 from mrp_lightning.errors import DataError, counted, first_line
 from mrp_lightning.models.checkpoint import longest_sequence
@@ -154,7 +155,8 @@ def write(
     if compiled and _is_on_gpu(model) and _is_compiled(model, static):
         model.generate(**static, streamer=streamer)
     else:
-        with torch.inference_mode():  # else each operator of ours goes through Python's autograd
+        # Without inference mode each operator of ours goes through Python's autograd.
+        with torch.inference_mode(), attention_of_one_token():
             _warm_up(model, options)
             model.generate(**options, streamer=streamer)
     # The prompt is streamed before the model reads it, so that its time is the start. The rate

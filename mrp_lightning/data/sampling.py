@@ -191,7 +191,7 @@ def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
     # set the parts that the user had frozen in evaluation mode.
     in_training = [part for part in model.modules() if part.training]
     options = replaced(model, "generation_config", GenerationConfig())
-    with torch.inference_mode(False), torch.no_grad(), options, _attention_of_one_query():
+    with torch.inference_mode(False), torch.no_grad(), options, attention_of_one_token():
         model.eval()
         try:
             yield
@@ -201,7 +201,7 @@ def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _attention_of_one_query() -> Iterator[None]:
+def attention_of_one_token() -> Iterator[None]:
     """Compute the attention of one new token by matrix products on a CPU, within a context.
 
     torch 2.13's fused kernel takes 16 times as long for it in bfloat16 (64 windows of 250 tokens,
