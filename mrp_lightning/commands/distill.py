@@ -228,8 +228,8 @@ def _parser() -> CommandParser:
     option("--sequence-length", type=number_from(2), default=512, metavar="N", help=text)
     text = "windows a step (default: 2)"
     option("--batch-size", type=number, default=2, metavar="N", help=text)
-    text = "the peak rate, relative to the size of the weights (default: 8e-4)"
-    option("--learning-rate", type=float, default=8e-4, metavar="RATE", help=text)
+    text = "the peak rate, relative to the size of the weights (default: 1.6e-3)"
+    option("--learning-rate", type=float, default=1.6e-3, metavar="RATE", help=text)
     option("--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows")
     text = "the type of the weights in training: float32 (default), or bfloat16 for less memory"
     option("--dtype", default="float32", choices=["float32", "bfloat16"], help=text)

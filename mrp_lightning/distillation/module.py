@@ -90,7 +90,7 @@ class Distillation(CausalLM):
         *,
         dtype: str | torch.dtype | None = None,
         teacher_dtype: str | torch.dtype | None = None,
-        learning_rate: float = 8e-4,
+        learning_rate: float = 1.6e-3,
         warmup_steps: int = 10,
         weight_decay: float = 0.0,
         train_embeddings: bool = False,
