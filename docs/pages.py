@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages of the API, and of the measurements in lab/results.
+"""A hook of mkdocs: the README as the first page, pages of the API, and of the measurements.
 
 The API is written in one file, in the order in which data flows. One page of all its names would be
 too long to read: each section of api.md becomes a page, and api.md their table of contents.
@@ -13,7 +13,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 SOURCE = "api.md"
-RESULTS = Path(__file__).parents[1] / "lab/results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "lab/results"
 
 
 class Section(NamedTuple):
@@ -48,8 +49,16 @@ class Section(NamedTuple):
         return f"| [{self.title}]({self.page}) | {'<br>'.join(filter(None, (summary, links)))} |"
 
 
+def first_page() -> str:
+    """Return the README with links within the site; files that are not in it have none."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    text = text.replace("](docs/", "](").replace("](lab/results/", "](results/")
+    return re.sub(r"(?<!!)\[([^]]+)\]\([A-Z]+\.md\)", r"\1", text)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the pages of the measurements and of api.md's sections, and list these in api.md."""
+    """Add the first page, those of measurements and of api.md's sections; list these in api.md."""
+    files.append(File.generated(config, "index.md", content=first_page()))
     for path in RESULTS.rglob("*.*"):
         page = Path("results", path.relative_to(RESULTS)).as_posix()
         if path.suffix == ".md":

@@ -21,7 +21,7 @@ PAGES |= {
     path.name: path.read_text("utf-8") for path in (ROOT / "README.md", ROOT / "lab/paper.md")
 }
 JOURNEYS = [  # pages that go on with what another has made
-    ("index.md", "evaluate.md"),
+    ("README.md", "evaluate.md"),
     ("checkpoint.md", "reference.md"),
     ("start.md", "smaller.md", "gpu.md", "engines.md"),
 ]
