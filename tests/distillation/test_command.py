@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
+from mrp_lightning.commands import distillation
 from mrp_lightning.commands.distillation import Unfinished
 from mrp_lightning.commands.main import main
 from mrp_lightning.distillation.module import Distillation, needed_memory
@@ -130,6 +131,20 @@ def test_copies_in_bfloat16_are_in_the_memory_that_is_said(run):
         few, more = (saved_bytes(module.model, tokens) for tokens in (16, 32))
     head = module.model.get_output_embeddings().weight
     assert added - 2 * head.numel() == pytest.approx(2 * few - more, rel=0.01)
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+def test_products_are_of_bfloat16_where_the_device_has_units_for_them(run, has_units, monkeypatch):
+    monkeypatch.setattr(distillation, "has_bfloat16_units", lambda device: has_units)
+    taken = []
+    step = Distillation.training_step
+    monkeypatch.setattr(
+        Distillation,
+        "training_step",
+        lambda self, batch, i: (taken.append(self.trainer.precision), step(self, batch, i))[1],
+    )
+    main(["distill", str(run), *SMALL, "--text", "self", "--out", str(run.with_name("other"))])
+    assert set(taken) == {"bf16-mixed" if has_units else "32-true"}
 
 
 def saved_bytes(model, tokens):
