@@ -73,6 +73,26 @@ def test_the_divergence_halves_and_zeros_stay(windows):
         assert torch.equal(parameter, teacher[name])
 
 
+def test_a_model_with_weights_of_other_sizes_learns_the_same(pair, windows):
+    """The same function, with rows of `up` 16 times as large and columns of `down` a 16th."""
+    student, dense = pair
+    found = []
+    for factor in (1, 16):
+        rescaled = copy.deepcopy(student)
+        for block in rescaled.model.model.layers:
+            block.mlp.up_proj.weight.data *= factor
+            block.mlp.down_proj.weight.data /= factor
+        module = Distillation(rescaled, dense, learning_rate=2e-2, warmup_steps=0)
+        trainer = Trainer(max_steps=5, callbacks=[KeepSparsity()], **QUIET)
+        (start,) = trainer.validate(module, loader(windows[160:]), verbose=False)
+        trainer.fit(module, loader(windows[:20]))
+        (end,) = trainer.validate(module, loader(windows[160:]), verbose=False)
+        found.append((start["val_kl"], end["val_kl"]))
+    one, other = found
+    assert other == pytest.approx(one, rel=1e-3)
+    assert one[1] < 0.9 * one[0]
+
+
 def test_weights_of_16_bits_learn_by_their_float32_values(pair, windows):
     """The optimizer's values have digits that bfloat16 rounds; the weights are these, rounded."""
     student, dense = pair
