@@ -72,8 +72,8 @@ class TextDataModule(LightningDataModule):
         train_files: Text for `predict` and `fit`: UTF-8 text files, a document each; .jsonl files,
             a document a line; tables (.json, .csv, .tsv, .parquet, .arrow), a document a row.
             A directory stands for all such files beneath it; wildcards are allowed. In .jsonl files
-            and tables, a document is the text under `text_column`, or a conversation there or under
-            `messages`, which the tokenizer's chat template formats.
+            and tables, a document is the text under `text_column`, or a conversation there, under
+            `messages` or (ShareGPT's) `conversations`, which the tokenizer's chat template formats.
         eval_files: Files of the same kinds, for `validate` and `test`.
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
             directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),

@@ -8,15 +8,18 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypeGuard
+from typing import Any
 
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError, MissingFileError, first_line
 
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """The builder of `datasets` that reads each kind of table."""
-_MESSAGES = "messages"
-"""The key of a conversation, a list of messages with `role` and `content`."""
+_CONVERSATIONS = ("messages", "conversations")
+"""The keys of a conversation: a list of messages with `role` and `content`, or with ShareGPT's
+`from` and `value`."""
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""The roles of ShareGPT's names that differ from them."""
 Conversation = Callable[[list[dict[str, Any]]], str]
 """Returns a conversation as the text that a model reads, by its chat template."""
 
@@ -31,7 +34,8 @@ def documents_of_files(
 
     Args:
         paths: The files.
-        column: The key of the text in a line or row; there or at `messages`, also a conversation.
+        column: The key of the text in a line or row; there, at `messages` or at `conversations`,
+            also a conversation.
         argument: The argument that names the files, for errors.
         conversation: Formats a conversation as text; `None` if conversations are not allowed.
     """
@@ -130,24 +134,32 @@ def _text_of_row(
         except (ValueError, RecursionError) as error:
             row, problem = None, f"{problem} ({error})"
     if isinstance(row, dict):
-        # The key that the user names goes before `messages`: tables may have both.
-        value = row.get(column, row.get(_MESSAGES))
+        # The key that the user names goes before the others: tables may have both.
+        value = next((row[key] for key in (column, *_CONVERSATIONS) if key in row), None)
         if isinstance(value, str):
             return value
-        if conversation is not None and _is_conversation(value):
-            return conversation(value)
+        if conversation is not None and (messages := _messages(value)):
+            return conversation(messages)
         is_there = column in row or value is not None
         problem = f"{type(value).__name__} there" if is_there else f"the keys {sorted(row)}"
     raise DataError(
         f"{position} is no object with a text under the key {column!r} (`text_column`), or with a "
-        f"conversation under {_MESSAGES!r}. Got {problem}.",
+        f"conversation under {' or '.join(map(repr, _CONVERSATIONS))}. Got {problem}.",
         argument,
     )
 
 
-def _is_conversation(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return a conversation's messages, with `role` and `content`; none if it is none."""
     messages = value if isinstance(value, list) else []
-    return bool(messages) and all(isinstance(m, dict) and "role" in m for m in messages)
+    if all(isinstance(m, dict) and "role" in m for m in messages):
+        return messages
+    if all(
+        isinstance(m, dict) and isinstance(m.get("from"), str) and "value" in m for m in messages
+    ):
+        roles = [_ROLES.get(m["from"], m["from"]) for m in messages]
+        return [{"role": r, "content": m["value"]} for r, m in zip(roles, messages, strict=True)]
+    return []
 
 
 def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:

@@ -182,6 +182,18 @@ def test_conversations_are_read_by_the_chat_template(key, tmp_path):
     assert data.documents("train") == [f"<user>{question}" for question in questions]
 
 
+def test_conversations_of_sharegpt_have_the_roles_of_templates(tmp_path):
+    said = [("system", "be kind"), ("human", "one"), ("gpt", "two"), ("tool", "three")]
+    chat = {"id": 7, "conversations": [{"from": name, "value": text} for name, text in said]}
+    data = of_chats(tmp_path / "chats.jsonl", OF_STRINGS, "unread")
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat))
+    assert data.documents("train") == ["<system>be kind<user>one<assistant>two<tool>three"]
+    chat["conversations"][1] = {"from": "human"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat))
+    with pytest.raises(DataError, match=r"line 1 .* 'messages' or 'conversations'. Got list there"):
+        data.documents("train")
+
+
 @pytest.mark.parametrize(
     ("template", "text"), [(OF_STRINGS, "<user>one\n1\ntwo"), (OF_PARTS, "<user>one\n1|two|")]
 )
