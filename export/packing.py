@@ -3,6 +3,7 @@
 A `Target` does this for one format; all of them are in `TARGETS`.
 """
 
+import json
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -22,7 +23,7 @@ from export.conversion.compressed import (
     load_with_transformers,
     write_compressed,
 )
-from export.conversion.parity import check_parity
+from export.conversion.parity import Parity, check_parity
 from export.conversion.selection import Claims, LayerChoice, choose_layers
 from export.conversion.writing import choose_head, write_dense, write_packed
 from export.loading import TORCHAO, load, torchao_missing, why_not_torchao
@@ -30,7 +31,8 @@ from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError, first_line
-from mrp_lightning.storage.files import output_path
+from mrp_lightning.storage.files import output_path, save_text
+from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
@@ -126,17 +128,26 @@ class Packed(Target[ExportReport]):
 
     def _check_activations(self, options: Namespace, form: PackedFormat | None) -> None:
         """Raise an `OptionError` if activations are to be rounded, and files cannot ask for it."""
-        known = form.activations if form is not None and self.name is None else ()
-        if options.activations not in (None, *known):
+        if options.activations == "int8" and "int8" not in self._roundings(form):
             name = self.name or (form.option if form is not None else "")
             raise OptionError(
                 f"`--activations {options.activations}` is for `--format {BITMASK4.option}`, and "
                 f"not for {name}. Leave it out, or prune with `bits=4`."
             )
 
+    def _roundings(self, form: PackedFormat | None) -> tuple[str, ...]:
+        """Return the dtypes to which files of a format may ask for activations to be rounded."""
+        return form.activations if form is not None and self.name is None else ()
+
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
-        """Write packed tensors as safetensors, as `Target.write` asks."""
-        settings = {"activations": job.options.activations}
+        """Write packed tensors as safetensors, as `Target.write` asks.
+
+        Unless the user decides, files of four bits ask for rounded activations: `check` has to
+        measure the loss, and withdraws this where it is no small one.
+        """
+        rounds = job.options.activations != "exact" and bool(job.source.config)
+        known = self._roundings(report.packed[0].form)
+        settings = {"activations": known[0] if rounds and known else None}
         return write_packed(job.source, directory, report.packed, report.head, settings)
 
     def check(self, job: Job, report: ExportReport, directory: Path) -> None:
@@ -150,12 +161,30 @@ class Packed(Target[ExportReport]):
             device=job.device,
         )
         report.parity.require()
+        is_chosen = job.options.activations is not None or job.options.check_only
+        if not is_chosen and not report.parity.rounding_is_free:
+            _keep_activations(report.parity, directory, report.notes)
         if report.parity.text is None:
             is_model = bool(job.source.config)
             reason = "the model predicts no next token" if is_model else "the module is your own"
             report.notes.append(f"logits not compared: {reason}")
         elif job.device.type == "cuda" and self.form is SPARSE24 and report.head is None:
             _measure(job, report, directory)
+
+
+def _keep_activations(parity: Parity, directory: Path, notes: list[str]) -> None:
+    """Withdraw from the files of an export that activations are rounded, if they say so."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if config.get("quantization_config", {}).pop("activations", None) is None:
+        return
+    save_text(path, as_json(config))
+    text, parity.activations = parity.activations, None
+    reason = "the loss could not be measured"
+    if text is not None:
+        change = text.perplexity_after / text.perplexity_before - 1
+        reason = f"it would change the perplexity of {text.text} by {change:+.1%}"
+    notes.append(f"activations are not rounded: {reason} (`--activations int8` rounds them)")
 
 
 def _measure(job: Job, report: ExportReport, directory: Path) -> None:

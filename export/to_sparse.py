@@ -73,8 +73,11 @@ def _parser() -> Any:
     option("--format", choices=FORMATS, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact: its loss is reported"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
-    text = "bitmask4 alone: round the inputs of its layers to int8 as well; the loss is reported"
-    option("--activations", choices=("int8",), help=text)
+    text = (
+        "of bitmask4: int8 rounds the inputs of its layers as well, exact does not (default: int8 "
+        "where it raises the perplexity of the text of the comparison by at most 0.5%)"
+    )
+    option("--activations", choices=("int8", "exact"), help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")
     text = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
     option("--skip", nargs="+", default=(), metavar="PATTERN", help=text)

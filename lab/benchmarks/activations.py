@@ -1,10 +1,13 @@
 r"""The perplexity that rounding activations to 8 bits costs, by how many columns share a scale.
 
-    python lab/benchmarks/activations.py MODEL… [--text FILE.txt] [--windows 40]
+    python lab/benchmarks/activations.py MODEL… [--text FILE.txt] [--windows 40] [--outliers 32]
 
 METHOD. Each model is evaluated in float32 as it is, and with the inputs of all linear layers but
 the head rounded to whole numbers from −127 to 127, with one scale for each token, and one for each
 token and 64 columns. The weights are those of the files, multiplied densely: kernels take no part.
+With `--outliers F` one in a hundred channels of each norm before the attention and before the
+neurons is F times as large, as a few channels of OPT's are, and the columns that read it F times as
+small: the same function, exactly if F is a power of two.
 Perplexity is that of the first windows of 512 tokens of a text: Python's standard library, or that
 of `--text`.
 """
@@ -34,11 +37,13 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="directories or GGUF files")
     parser.add_argument("--text", default="stdlib", help="a file of text")
     parser.add_argument("--windows", type=int, default=40, help="a multiple of 4")
+    parser.add_argument("--outliers", type=float, default=1.0, help="the factor of a few channels")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"| model | not rounded | {' | '.join(WIDTHS)} |\n|{' --- |' * (2 + len(WIDTHS))}")
     for name in options.models:
         module = CausalLM(name, dtype="float32")
+        make_outliers(module.model, options.outliers)
         text = TextDataModule(
             evaluation={"text": options.text},
             sequence_length=512,
@@ -52,6 +57,20 @@ def main() -> None:
             found = perplexity(module, text, batches, partial(rounded, width=width))
             cells.append(f"{found:.3f} ({found / plain - 1:+.2%})")
         print(f"| {Path(name).name} | {' | '.join(cells)} |", flush=True)
+
+
+@torch.no_grad()
+def make_outliers(model: Any, factor: float) -> None:
+    """Multiply a few channels of all norms of a LLaMA by a factor, and divide columns by it."""
+    for block in model.model.layers:
+        attention, neurons = block.self_attn, block.mlp
+        for norm, readers in (
+            (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.post_attention_layernorm, (neurons.gate_proj, neurons.up_proj)),
+        ):
+            norm.weight[::100] *= factor
+            for reader in readers:
+                reader.weight[:, ::100] /= factor
 
 
 def rounded(x: Tensor, width: int | None) -> Tensor:

@@ -174,7 +174,7 @@ def exports(
         source = shutil.copytree(_llama, root / "llama")
         if form != "packed":
             thin_out(source, four_bits=form == "bitmask4")
-        main([str(source)])
+        main([str(source), "--activations", "exact"])
         return root
 
     return lambda form, target: Exported(

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import include_paths
 
 import export
+from export.conversion import parity
+from export.conversion.parity import compare_text
 from export.generate import main as generate
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
@@ -219,6 +222,10 @@ def rounding(exports, tmp_path_factory) -> Path:
     return source
 
 
+def layers_of(model: nn.Module) -> list[Bitmask4Linear]:
+    return [m for m in model.modules() if isinstance(m, Bitmask4Linear)]
+
+
 def settings_of(directory: Path) -> dict:
     return json.loads((directory / "config.json").read_text())["quantization_config"]
 
@@ -247,7 +254,7 @@ def test_a_checkpoint_says_so_and_its_logits_are_those_of_rounded_inputs(
     packed = rounding.with_name("llama-bitmask4")
     assert settings_of(packed)["activations"] == "int8"
     model = export.load(packed, dtype=torch.float32).eval()
-    layers = [m for m in model.modules() if isinstance(m, Bitmask4Linear)]
+    layers = layers_of(model)
     assert len(layers) == 14
     assert all(layer.eight_bit_activations for layer in layers)
     dense = export.load(rounding, dtype=torch.float32).eval()
@@ -266,6 +273,42 @@ def test_a_checkpoint_says_so_and_its_logits_are_those_of_rounded_inputs(
     assert 0 < report["activations"]["divergence"] < 0.01
     assert report["text"]["divergence"] < report["activations"]["divergence"]
     assert "after that, 8 bits for activations: perplexity" in (packed / "README.md").read_text()
+
+
+@pytest.mark.parametrize("rise", [0.004, 0.006])
+def test_by_default_they_are_rounded_where_perplexity_rises_by_half_a_percent_at_most(
+    rise, exports, tmp_path, monkeypatch, capsys
+):
+    source = exports("bitmask4", tmp_path).source
+
+    def compare(dense, packed, **options):
+        text = compare_text(dense, packed, **options)
+        rounds = any(getattr(m, "eight_bit_activations", False) for m in packed.modules())
+        after = text.perplexity_before * (1 + rise)
+        return replace(text, perplexity_after=after) if rounds else text
+
+    monkeypatch.setattr(parity, "compare_text", compare)
+    main([str(source), "--overwrite", "--device", "cpu"])
+    packed = source.with_name("llama-bitmask4")
+    is_free = rise < 0.005
+    assert settings_of(packed).get("activations") == ("int8" if is_free else None)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("not rounded: it would change the perplexity" in shown) is not is_free
+    model = export.load(packed)
+    assert {m.eight_bit_activations for m in layers_of(model)} == {is_free}
+    main([str(source), "--check-only", "--device", "cpu"])
+    assert settings_of(packed).get("activations") == ("int8" if is_free else None)
+
+
+def test_by_default_they_stay_where_their_effect_on_text_is_unknown(exports, tmp_path, capsys):
+    source = exports("bitmask4", tmp_path).source
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    main([str(source), "--overwrite", "--device", "cpu"])
+    assert "activations" not in settings_of(source.with_name("llama-bitmask4"))
+    assert "would change the perplexity of random tokens" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_generation_takes_them_as_they_are(rounding, capsys):

@@ -34,7 +34,11 @@ def test_experts_stay_dense(root, packed):
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [("bitmask", ()), ("bitmask4", ()), ("bitmask4", ("--activations", "int8"))],
+    [
+        ("bitmask", ()),
+        ("bitmask4", ("--activations", "exact")),
+        ("bitmask4", ("--activations", "int8")),
+    ],
     ids=["bitmask", "bitmask4", "rounded"],
 )
 def test_two_workers_share_the_packed_tensors(form, options, half, root, packed, monkeypatch):

@@ -7,6 +7,7 @@ from served import by_transformers, embedded, engine, four_bits, scores, text, t
 pytest.importorskip("vllm", reason="needs vLLM: `make vllm`")
 
 PRUNINGS = {"bitmask4": four_bits, "packed": two_of_four}
+EXACT = ("--activations", "exact")
 
 
 def assert_close(ours, theirs):
@@ -26,7 +27,7 @@ def source(half, root):
 @pytest.mark.parametrize("form", ["bitmask", "bitmask4", "packed"])
 def test_a_packed_model_is_the_pruned_one(form, source, packed):
     dense = scores(engine(source(form)), text())
-    sparse = scores(engine(packed(source(form), form)), text())
+    sparse = scores(engine(packed(source(form), form, *EXACT)), text())
     assert_close(sparse, dense)
     assert sparse.greedy == dense.greedy
 
@@ -73,7 +74,7 @@ def test_a_head_of_8_bits_with_tied_embeddings(half, packed):
 def test_activations_are_rounded_as_by_transformers(source, packed):
     import mrp_sparse  # noqa: F401
 
-    plain = packed(source("bitmask4"), "bitmask4")
+    plain = packed(source("bitmask4"), "bitmask4", *EXACT)
     rounding = packed(source("bitmask4"), "bitmask4", "--activations", "int8")
     theirs = by_transformers(rounding, text(), torch.float32)
     change, error = (
