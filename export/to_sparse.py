@@ -75,7 +75,7 @@ def _parser() -> Any:
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     text = (
         "of bitmask4: int8 rounds the inputs of its layers as well, exact does not (default: int8 "
-        "where it raises the perplexity of the text of the comparison by at most 0.5%)"
+        "where it raises the perplexity of the text of the comparison by at most 0.5%%)"
     )
     option("--activations", choices=("int8", "exact"), help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")
