@@ -93,9 +93,11 @@ def prune_and_compare(
         OptionError: Distillation does not suit the model or its text. `Subject.plan` raises more.
     """
     assert prune.save_dir is not None
-    settings, plan = prune.settings, subject.plan(prune.settings)
+    settings = prune.settings
     if distilled is not None:
         distilled.check(subject.model, subject.data)
+        subject.calibration = distilled.data(subject.data)
+    plan = subject.plan(settings)
     console.print(_announcement(subject, plan, settings))
     # The dense evaluation comes before the pruning, which changes the model in memory.
     dense, sizes = subject.evaluate("dense model", console), [subject.num_bytes]
@@ -103,12 +105,12 @@ def prune_and_compare(
     start = time.perf_counter()
     first = prune if distilled is None else distilled.pruning()
     if first.report is None:
-        subject.trainer.predict(subject.model, datamodule=subject.data, callbacks=[first])
+        subject.trainer.predict(subject.model, datamodule=subject.calibration, callbacks=[first])
     else:
         subject.model = CausalLM(str(first.save_dir))
     pruned = final = subject.evaluate("pruned model", console)
     if distilled is not None:
-        subject.model = distilled.finish(subject.trainer, subject.data)
+        subject.model = distilled.finish(subject.trainer, distilled.data(subject.data))
         final = subject.evaluate("distilled model", console)
     seconds = time.perf_counter() - start
     sizes.append(subject.num_bytes)
@@ -129,6 +131,8 @@ def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
     """Return a sentence on the layers, the settings and the text of the pruning."""
     verb = "quantised" if isinstance(settings.recipe.pattern, Dense) else "pruned"
     text = f"{subject.data.calibration_source}."
+    if subject.has_files and subject.calibration.own_windows:
+        text = f"{text[:-1]} and of text that the model writes itself."
     if not subject.has_files:
         text = "text that the model writes itself. Text that is like yours is given by `--text "
         text += "FILE`: it is then evaluated on, too."
@@ -144,7 +148,7 @@ def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
 def _expectation(subject: Subject, plan: Plan, settings: Settings) -> str:
     """Return a sentence on the expected time and memory."""
     work, writing = subject.estimate(plan, settings)
-    part = f" ({roughly(writing.seconds)} of it to write that text)" * (not subject.has_files)
+    part = f" ({roughly(writing.seconds)} of it to write own text)" * bool(writing.seconds)
     return (
         f"Pruning may take {roughly(work.seconds)}{part} and, beside the model, "
         f"{memory(work.num_bytes)} of memory. This is a rough estimate, with an evaluation as "

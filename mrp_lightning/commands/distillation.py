@@ -27,12 +27,13 @@ from mrp_lightning.solver.arithmetic import has_bfloat16_units
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import pruned_layers
-from mrp_lightning.text.mixture import SELF
 
 LENGTH, BATCH_SIZE = 512, 2
 """The default tokens of a window, and windows of a step."""
 NAME = "distillation.json"
 """The file of `Distilled` in the directory of the distilled model."""
+_WINDOWS = "windows.safetensors"
+"""The file of an unfinished run for its text."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def distil(
     every = max(1, steps // validations)
     last = unfinished / "checkpoint" / "last.ckpt"
     unfinished.mkdir(parents=True, exist_ok=True)
-    data.keep = unfinished / "windows.safetensors"
+    data.keep = data.keep or unfinished / _WINDOWS
     best = KeepBest(file=unfinished / "best")
     keep = [KeepSparsity()] if pruned_layers(module.model) else []  # a narrower model has no zeros
     trainer = Trainer(
@@ -190,7 +191,10 @@ def fast_precision(accelerator: str) -> str:
 
 @dataclass(frozen=True)
 class DistilledPruning:
-    """A pruning with a distillation of what it keeps, before anything is rounded to few bits."""
+    """A pruning with a distillation of what it keeps, before anything is rounded to few bits.
+
+    One text serves all steps: pruning and rounding are calibrated on the windows trained on.
+    """
 
     prune: PruningCallback  # with all settings; its `save_dir` gets the result
     teacher: Mapping[str, Any]  # the arguments of `CausalLM` for the dense model
@@ -201,13 +205,18 @@ class DistilledPruning:
     accelerator: str
 
     def data(self, calibration: TextDataModule) -> DistillationText:
-        """Return the text to distil on, in windows that are no longer than the calibration's."""
+        """Return the text to distil on, in windows that are no longer than the calibration's.
+
+        Of it, `predict` reads at most as many tokens as the calibration has.
+        """
         length = min(LENGTH, calibration.sequence_length)
         return DistillationText(
             self.files,
             tokens=self.tokens,
             sequence_length=length,
+            num_samples=calibration.num_samples * calibration.sequence_length // length,
             batch_size=BATCH_SIZE,
+            keep=self.unfinished.directory / _WINDOWS,
             **self.text,
         )
 
@@ -235,22 +244,7 @@ class DistilledPruning:
         """The directory of the pruning alone."""
         return self.unfinished.directory / "pruned"
 
-    def _of_grid(self, calibration: TextDataModule) -> TextDataModule:
-        """Return as much text to put the model on a grid by, half of it own, as it learnt from."""
-        if not self.files:
-            return calibration
-        length = min(LENGTH, calibration.sequence_length)
-        return TextDataModule(
-            self.files,
-            calibration={SELF: 0.5, "train_files": 0.5},
-            hold_out=True,
-            num_samples=max(2, calibration.num_samples * calibration.sequence_length // length),
-            sequence_length=length,
-            batch_size=calibration.batch_size,
-            **self.text,
-        )
-
-    def finish(self, trainer: Trainer, data: TextDataModule) -> CausalLM:
+    def finish(self, trainer: Trainer, data: DistillationText) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
         assert self.prune.save_dir is not None
         log.info("Distilling on %s tokens …", f"{self.tokens:,}")
@@ -263,7 +257,7 @@ class DistilledPruning:
         if not (is_rounded and out.is_dir()):
             distil(
                 Distillation(source, CausalLM(**self.teacher), dtype="float32"),
-                self.data(data),
+                data,
                 out,
                 dtype=dtype,
                 overwrite=self.prune.overwrite,
@@ -274,6 +268,6 @@ class DistilledPruning:
         if is_rounded:
             # The result is one pruning of the dense model; the steps between are not kept.
             model.model.name_or_path = model.model.config.name_or_path = name or ""
-            trainer.predict(model, datamodule=self._of_grid(data), callbacks=[self.prune])
+            trainer.predict(model, datamodule=data, callbacks=[self.prune])
         self.unfinished.end()
         return model

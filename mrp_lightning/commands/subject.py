@@ -51,6 +51,8 @@ class Subject:
         accelerator: The accelerator, as Lightning names it.
 
     Attributes:
+        data: The text to evaluate on, and to calibrate on unless it is replaced by `calibration`.
+        calibration: The text to calibrate on.
         windows: The windows to evaluate on; `text` is the name of their text.
         num_samples: The number of windows to calibrate on.
         seconds: The duration of the last evaluation.
@@ -68,6 +70,7 @@ class Subject:
         self.data = _data(text, self.model)
         self.data.tokenizer = self.data.tokenizer or self.model.tokenizer
         self.data.fit_to(self.model.model.config)
+        self.calibration = self.data
         self.has_files = bool(text["train_files"])
         self._num_is_given = "num_samples" in text
         self._most_windows = windows
@@ -100,6 +103,9 @@ class Subject:
             calibration = self.data.calibration_windows()
             check_batch(self.model, calibration)
             self.num_samples = len(calibration)  # which may be fewer than asked for
+        if self.calibration is not self.data:
+            self.num_samples = self.calibration.num_samples
+        if self.has_files or self.calibration is not self.data:
             return plan
         self.num_samples = self.data.num_samples
         # Writing a window costs more than pruning with it, so that a small model writes fewer. An
@@ -129,7 +135,7 @@ class Subject:
         Times follow from the speed of the last evaluation, and include another one.
         """
         device, model = self.trainer.strategy.root_device, self.model.model
-        length, writing = self.data.sequence_length, Estimate(0.0, 0)
+        length, writing = self.calibration.sequence_length, Estimate(0.0, 0)
         work = estimate(
             model,
             plan,
@@ -139,10 +145,10 @@ class Subject:
             tokens_per_second=self.windows.ids.numel() / self.seconds,
             products_per_second=products_per_second(device),
         )
-        if not self.has_files:
+        if own := self.calibration.own_windows:
             self.model.to(device)
             cutter = Cutter(self.model.tokenizer, length)
-            writing = estimate_writing(model, cutter, self.data.seed, self.data.num_samples)
+            writing = estimate_writing(model, cutter, self.data.seed, own)
         return work.after(writing).after(Estimate(self.seconds, 0)), writing
 
 

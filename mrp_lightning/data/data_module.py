@@ -304,6 +304,11 @@ class TextDataModule(LightningDataModule):
         """The name of the calibration text; for files, their names without directories."""
         return self._mixture().name
 
+    @property
+    def own_windows(self) -> int:
+        """The number of calibration windows that the model writes itself."""
+        return self._mixture().counts(self.num_samples).get(SELF, 0)
+
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the `calibration_windows` in order, for each process its share.
 

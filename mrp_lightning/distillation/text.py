@@ -31,7 +31,8 @@ class DistillationText(TextDataModule):
     A tenth of the windows is held out, of each text its own: `fit` validates on them by the name of
     their text. Of files every tenth document is held out or, of fewer than 20, the end of each, so
     that no held-out token is trained on; of text that the teacher writes, every tenth window.
-    `fit` goes on within an epoch where a checkpoint was saved.
+    `fit` goes on within an epoch where a checkpoint was saved. `predict` reads the windows that
+    `fit` trains on: a pruning that is to be distilled is calibrated on the same text.
 
     Args:
         train_files: Text files, as of `TextDataModule`.
@@ -40,6 +41,7 @@ class DistillationText(TextDataModule):
         tokens: The number of tokens to draw, the held-out ones left out. `fit` passes over them
             again if it takes more steps.
         sequence_length: Tokens a window.
+        num_samples: The most windows that `predict` reads; `None` for all.
         batch_size: Windows a batch.
         seed: Seed of the draws and of their order.
         keep: A safetensors file that keeps the windows: written after they are drawn, and read in
@@ -59,6 +61,7 @@ class DistillationText(TextDataModule):
         calibration: dict[str, float] | str | None = None,
         tokens: int = 200_000,
         sequence_length: int = 512,
+        num_samples: int | None = None,
         batch_size: int = 4,
         seed: int = 0,
         keep: _Path | None = None,
@@ -72,11 +75,12 @@ class DistillationText(TextDataModule):
             )
         if calibration is None:
             calibration = {SELF: 0.5, "train_files": 0.5} if train_files else SELF
+        self._count = -(-tokens // sequence_length)
         super().__init__(
             train_files,
             calibration=calibration,
             hold_out=bool(train_files),
-            num_samples=-(-tokens // sequence_length),
+            num_samples=self._count if num_samples is None else min(self._count, num_samples),
             sequence_length=sequence_length,
             batch_size=batch_size,
             seed=seed,
@@ -90,11 +94,11 @@ class DistillationText(TextDataModule):
     @property
     def steps(self) -> int:
         """The number of batches in `tokens`; an OptionError if it is 0."""
-        steps = self.num_samples // self.batch_size
+        steps = self._count // self.batch_size
         if steps == 0:
             raise OptionError(
                 f"expected at least a step, {self.batch_size * self.sequence_length} tokens. Got "
-                f"{self.num_samples * self.sequence_length}. Give more, or smaller batches.",
+                f"{self._count * self.sequence_length}. Give more, or smaller batches.",
                 "tokens",
             )
         return steps
@@ -108,14 +112,27 @@ class DistillationText(TextDataModule):
 
         A batch is a tensor of token ids, int64 (batch_size, sequence_length).
         """
-        parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
-        windows: Any = interleaved(parts)
+        windows: Any = self._trained()
         state = self.state_dict()
         self._epoch = _ResumedLoader(
             windows, batch_size=self.batch_size, sampler=_Shuffled(len(windows), self.seed)
         )
         self._epoch.load_state_dict(state)
         return self._epoch
+
+    def calibration_windows(self) -> Tensor:
+        """Return the first `num_samples` of the windows to train on, of all texts interleaved."""
+        return self._trained()[: self.num_samples]
+
+    @property
+    def own_windows(self) -> int:
+        """The number of windows that the teacher writes, the held-out ones included."""
+        own = self._mixture().counts(self._count).get(SELF, 0)
+        return own and own + max(1, own // _HELD_OUT)
+
+    def _trained(self) -> Tensor:
+        parts = [w for name, w in self._drawn().items() if name.startswith(_TRAINED)]
+        return interleaved(parts)
 
     # Not only as the loader's: Lightning restores no loader that exists before the checkpoint is
     # read, as where the learning rate depends on its length.
@@ -151,7 +168,7 @@ class DistillationText(TextDataModule):
     def _draw(self) -> dict[str, Tensor]:
         mixture, cutter = self._mixture(), self._cutter(self.bos)
         windows: dict[str, Tensor] = {}
-        for name, count in mixture.counts(self.num_samples).items():
+        for name, count in mixture.counts(self._count).items():
             source = mixture.sources[name]
             held = max(1, count // _HELD_OUT)
             trained, evaluated = _split(source, name, cutter, count, held, self.seed)

@@ -219,7 +219,7 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     main(["prune", str(tiny_llama), "--sparsity=0.5", *options])
     shown = " ".join(capsys.readouterr().out.split())
     assert "calibrated on 4 windows of text that the model writes itself" in shown
-    assert re.search(r"Pruning may take .* \(.* of it to write that text\) and", shown)
+    assert re.search(r"Pruning may take .* \(.* of it to write own text\) and", shown)
     assert "Evaluating the dense model on the source of Python's standard library" in shown
     out = Path(f"{tiny_llama.name}-50")
     report = json.loads((out / "pruning_report.json").read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
@@ -227,7 +228,9 @@ def test_a_pruning_distils_before_it_rounds(
     monkeypatch.setattr(Distillation, "training_step", interrupted)
     with pytest.raises(RuntimeError, match="the power is gone"):
         main(prune)
-    before = weights(tmp_path / ".out.distilling" / "pruned")
+    unfinished = tmp_path / ".out.distilling"
+    before, windows = weights(unfinished / "pruned"), load_file(unfinished / "windows.safetensors")
+    first = json.loads((unfinished / "pruned" / "pruning_report.json").read_text())
     monkeypatch.setattr(Distillation, "training_step", fit)
     main(prune)
     after, shown = weights(out), capsys.readouterr().out
@@ -241,11 +244,19 @@ def test_a_pruning_distils_before_it_rounds(
             assert not after[name][weight == 0].any()
             assert not torch.equal(after[name], weight)
     report = json.loads((out / "pruning_report.json").read_text())
+    # One text, written once, serves all steps; four windows of 32 tokens are calibrated on.
+    texts = ["own", "text"] if bits else ["own"]
+    assert {name: len(w) for name, w in windows.items() if "trained" in name} == {
+        f"trained/{text}": 20 // len(texts) for text in texts
+    }
+    assert {layer["tokens"] for step in (first, report) for layer in step["layers"]} == {4 * 32}
+    assert caplog.text.count("of the model's own text in") == 1
     assert report["config"]["base_model"] == str(tiny_llama)
     assert (report["config"]["pattern"], report["config"]["bits"]) == ("2:4", 4 if bits else None)
-    calibrated_on = report["provenance"]["data"]["source"]  # that of the last step
     half_own = "0.5 the model's own text + 0.5 train_files"
-    assert calibrated_on == (half_own if bits else "the model's own text")
+    for step in (first, report):
+        calibrated_on = step["provenance"]["data"]["source"]
+        assert calibrated_on == (half_own if bits else "the model's own text")
 
 
 def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, capsys):
