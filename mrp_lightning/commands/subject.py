@@ -99,13 +99,13 @@ class Subject:
         """Return what is pruned; check the text, and take as much own text as the layers need."""
         plan = plan_for(self.model, settings)
         self.cut_windows()
+        if self.calibration is not self.data:
+            self.num_samples = self.calibration.num_samples
+            return plan
         if self.has_files:
             calibration = self.data.calibration_windows()
             check_batch(self.model, calibration)
             self.num_samples = len(calibration)  # which may be fewer than asked for
-        if self.calibration is not self.data:
-            self.num_samples = self.calibration.num_samples
-        if self.has_files or self.calibration is not self.data:
             return plan
         self.num_samples = self.data.num_samples
         # Writing a window costs more than pruning with it, so that a small model writes fewer. An
