@@ -154,7 +154,7 @@ def main() -> None:
     partial = options.out.with_name(f".{options.out.name}.partial")
     curve = []
     if options.points:
-        curve = [Curve(max(1, data.steps // options.points), record, texts)]
+        curve = [Curve(-(-data.steps // options.points), record, texts)]
         if not partial.exists():
             record(0, *perplexities(module.model, texts), 0)
     result = distil(

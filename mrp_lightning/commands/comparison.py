@@ -106,11 +106,13 @@ def prune_and_compare(
     first = prune if distilled is None else distilled.pruning()
     if first.report is None:
         subject.trainer.predict(subject.model, datamodule=subject.calibration, callbacks=[first])
-    else:
-        subject.model = CausalLM(str(first.save_dir))
+    if distilled is not None:
+        subject.model = CausalLM(str(first.save_dir))  # the one that a resumed run distils, too
     pruned = final = subject.evaluate("pruned model", console)
     if distilled is not None:
-        subject.model = distilled.finish(subject.trainer, distilled.data(subject.data))
+        assert isinstance(subject.model, CausalLM)  # else `check` has refused it
+        text = distilled.data(subject.data)
+        subject.model = distilled.finish(subject.model, subject.trainer, text)
         final = subject.evaluate("distilled model", console)
     seconds = time.perf_counter() - start
     sizes.append(subject.num_bytes)

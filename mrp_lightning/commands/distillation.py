@@ -244,14 +244,13 @@ class DistilledPruning:
         """The directory of the pruning alone."""
         return self.unfinished.directory / "pruned"
 
-    def finish(self, trainer: Trainer, data: DistillationText) -> CausalLM:
+    def finish(self, source: CausalLM, trainer: Trainer, data: DistillationText) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
         assert self.prune.save_dir is not None
         log.info("Distilling on %s tokens …", f"{self.tokens:,}")
         settings = self.prune.settings
         is_rounded = bool(settings.recipe.grids)
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir
-        source = CausalLM(self._pruned)
         dtype = str(source.model.dtype).removeprefix("torch.")
         name = PruningReport.load(self._pruned / NAME_OF_REPORT).config.get("base_model")
         if not (is_rounded and out.is_dir()):

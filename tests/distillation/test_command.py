@@ -257,6 +257,11 @@ def test_a_pruning_distils_before_it_rounds(
     for step in (first, report):
         calibrated_on = step["provenance"]["data"]["source"]
         assert calibrated_on == (half_own if bits else "the model's own text")
+    whole = tmp_path / "whole"  # without an interruption
+    main([*(f"--out={whole}" if word == f"--out={out}" else word for word in prune)])
+    assert {*out.iterdir()} == {out / path.name for path in whole.iterdir()}
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, after[name])
 
 
 def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, capsys):
