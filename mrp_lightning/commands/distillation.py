@@ -193,7 +193,8 @@ def fast_precision(accelerator: str) -> str:
 class DistilledPruning:
     """A pruning with a distillation of what it keeps, before anything is rounded to few bits.
 
-    One text serves all steps: pruning and rounding are calibrated on the windows trained on.
+    One text serves all steps: pruning and rounding are calibrated on the windows trained on. A
+    dense target and tuning are those of the rounding.
     """
 
     prune: PruningCallback  # with all settings; its `save_dir` gets the result
@@ -233,7 +234,9 @@ class DistilledPruning:
     def pruning(self) -> PruningCallback:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
         self.unfinished.begin()
-        settings, pruned = self.prune.settings.without_grids(), self._pruned
+        pruned = self._pruned
+        # Distillation gains what these two do before it; rounding, after it, needs them.
+        settings = self.prune.settings.without_grids() | {"target": "own", "tuning": False}
         alone = PruningCallback(save_dir=pruned, resume=self.prune.resume, **settings)
         if pruned.is_dir():  # it appears when it is complete
             alone.report = PruningReport.load(pruned / NAME_OF_REPORT)

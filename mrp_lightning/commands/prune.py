@@ -217,6 +217,14 @@ def _distilled(
             "it trains what a pruning kept. Give `--sparsity`, `--pattern` or `--structure`, too.",
             "distill",
         )
+    is_tuned = prune.settings.target == "dense" or prune.settings.block_tuning is not None
+    if is_tuned and not prune.settings.recipe.grids:
+        raise OptionError(
+            "a dense target and tuning, as `--recipe best` has them, gain nothing before a "
+            "distillation (lab/results/distillation.md). Leave them out, or give `--bits` or "
+            "`--grid`, whose rounding after it gains by them.",
+            "distill",
+        )
     of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
     chosen = {name: value for name, value in vars(options).items() if name not in of_result}
     return DistilledPruning(

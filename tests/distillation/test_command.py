@@ -208,7 +208,7 @@ def test_a_restart_removes_an_unfinished_run_of_the_same_options_too(tmp_path):
     assert not begun.directory.exists()
 
 
-@pytest.mark.parametrize("bits", [[], ["--grid=q4_0"]], ids=["16-bits", "4-bits"])
+@pytest.mark.parametrize("bits", [[], ["--grid=q4_0", "--target=dense"]], ids=["16-bits", "4-bits"])
 def test_a_pruning_distils_before_it_rounds(
     tiny_llama, tmp_path, monkeypatch, capsys, caplog, bits
 ):
@@ -253,6 +253,8 @@ def test_a_pruning_distils_before_it_rounds(
     assert caplog.text.count("of the model's own text in") == 1
     assert report["config"]["base_model"] == str(tiny_llama)
     assert (report["config"]["pattern"], report["config"]["bits"]) == ("2:4", 4 if bits else None)
+    targets = [step["config"]["target"] for step in (first, report)]
+    assert targets == ["own", "dense" if bits else "own"]
     half_own = "0.5 the model's own text + 0.5 train_files"
     for step in (first, report):
         calibrated_on = step["provenance"]["data"]["source"]
@@ -272,6 +274,13 @@ def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, ca
             main(["prune", str(model), *out, f"--distill={tokens}"])
     assert "expected at least ten windows" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_tuning_before_a_distillation_is_refused(tiny_llama, capsys):
+    for options in (["--recipe=best"], ["--tuning"], ["--target=dense"]):
+        with pytest.raises(SystemExit):
+            main(["prune", str(tiny_llama), "--sparsity=0.5", "--distill=640", *options])
+        assert "gain nothing before a distillation" in capsys.readouterr().err
 
 
 def test_bits_alone_are_not_distilled(tiny_llama, capsys):
