@@ -41,6 +41,7 @@ NO_COMMANDS = (
 """Beginnings of lines that install, fetch, serve or take hours, and of those that are printed."""
 SMALL = {
     r"num_samples=\d+": "num_samples=4",
+    r'"tokens": 200_000': '"tokens": 1280',
     r"sequence_length=\d+": "sequence_length=64",
     r"max_steps=\d+": "max_steps=1",
     "bf16-mixed": "32-true",  # which many CPUs have no instructions for
