@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.parity import compare_text, predicts_tokens, text_failures
+from export.conversion.parity import (
+    compare_logits,
+    predicts_tokens,
+    source_logits,
+    text_failures,
+)
 from export.conversion.selection import Claims, LayerChoice
 from export.conversion.writing import write_converted
 from mrp_lightning.errors import OptionError, ParityError, PatternError, first_line
@@ -360,7 +365,8 @@ def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
     # Random tokens need no tokenizer, which a checkpoint may lack.
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(vocabulary, (_WINDOWS, length), generator=generator)
-    text = compare_text(source.load(), model, windows, origin="random tokens")
+    expected = source_logits(source.load(), windows)
+    text = compare_logits(expected, model, windows, origin="random tokens")
     if failures := text_failures(text):
         raise ParityError(f"transformers computes otherwise: {'; '.join(failures)}. {_ADVICE}")
     return "the same logits" + ("" if text.bit_equal else f", but for {text.max_difference:.1e}")

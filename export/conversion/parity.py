@@ -183,17 +183,19 @@ def check_parity(
     ]
     if not parity.failures and model is not None and predicts_tokens(model):
         windows, origin = text_windows(source, model)
-        compare = functools.partial(compare_text, windows=windows, origin=origin)
         dense = source.load()
         # The rounding of the head is intended: it must not hide other differences.
         if head is not None:
             round_head(dense)
-        parity.text = compare(dense, model, device=device)
+        expected = source_logits(dense, windows, device)
+        parity.text = compare_logits(expected, model, windows, origin=origin, device=device)
         if is_rounded:
-            round_activations(model)
-            parity.activations = compare(dense, model, device="cpu")  # a GPU rounds none
+            round_activations(model)  # a GPU rounds none
+            parity.activations = compare_logits(expected, model, windows, origin=origin)
+        del expected  # the logits of a large vocabulary take gigabytes
         if head is not None:
-            parity.head = compare(source.load(), dense, device=device)
+            expected = source_logits(source.load(), windows, device)
+            parity.head = compare_logits(expected, dense, windows, origin=origin, device=device)
         parity.failures += text_failures(parity.text)
     return parity
 
@@ -334,22 +336,31 @@ def text_windows(source: Checkpoint, model: PreTrainedModel) -> tuple[Tensor, st
     return windows, "Python's standard library (test split)"
 
 
-def compare_text(
-    source: PreTrainedModel,
+def source_logits(
+    source: PreTrainedModel, windows: Tensor, device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """Return the logits (length − 1, vocabulary) of each window of token ids (windows, length).
+
+    All are held on the CPU, where the model ends, too: only one of two large models needs to fit
+    the device.
+    """
+    logits = list(_logits(source, windows, device, "logits of the source"))
+    nn.Module.to(source, "cpu")
+    return logits
+
+
+def compare_logits(
+    reference: Sequence[Tensor],
     export: PreTrainedModel,
     windows: Tensor,
     *,
     origin: str,
     device: torch.device | str = "cpu",
 ) -> TextParity:
-    """Compare logits on windows of token ids (windows, length) that come from `origin`.
+    """Compare the source's logits with those of an export, on windows that come from `origin`.
 
-    Both models are set to evaluation mode; `source` ends on the CPU, `export` on `device`. All
-    logits of the source are held on the CPU, so that only one of two large models needs to fit the
-    device.
+    The export is set to evaluation mode, and ends on `device`.
     """
-    reference = list(_logits(source, windows, device, "logits of the source"))
-    nn.Module.to(source, "cpu")
     rows, max_difference, bit_equal = [], 0.0, True
     logits = _logits(export, windows, device, "logits of the export")
     for window, expected, computed in zip(windows, reference, logits, strict=True):

@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import include_paths
 
 import export
 from export.conversion import parity
-from export.conversion.parity import compare_text
+from export.conversion.parity import compare_logits
 from export.generate import main as generate
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
@@ -281,13 +281,13 @@ def test_by_default_they_are_rounded_where_perplexity_rises_by_half_a_percent_at
 ):
     source = exports("bitmask4", tmp_path).source
 
-    def compare(dense, packed, **options):
-        text = compare_text(dense, packed, **options)
+    def compare(expected, packed, *others, **options):
+        text = compare_logits(expected, packed, *others, **options)
         rounds = any(getattr(m, "eight_bit_activations", False) for m in packed.modules())
         after = text.perplexity_before * (1 + rise)
         return replace(text, perplexity_after=after) if rounds else text
 
-    monkeypatch.setattr(parity, "compare_text", compare)
+    monkeypatch.setattr(parity, "compare_logits", compare)
     main([str(source), "--overwrite", "--device", "cpu"])
     packed = source.with_name("llama-bitmask4")
     is_free = rise < 0.005

@@ -16,8 +16,9 @@ from export.conversion.parity import (
     Parity,
     TextParity,
     check_parity,
-    compare_text,
+    compare_logits,
     operator_error,
+    source_logits,
     text_failures,
 )
 from export.conversion.selection import choose_layers
@@ -127,7 +128,7 @@ def test_a_model_that_predicts_otherwise_is_stopped(llama):
     with torch.no_grad():  # as far from the original as can be: the likeliest token is the rarest
         changed.model.norm.weight.mul_(-8)
     windows = torch.randint(2048, (3, 64), generator=torch.Generator().manual_seed(0))
-    text = compare_text(dense, changed, windows, origin="random")
+    text = compare_logits(source_logits(dense, windows), changed, windows, origin="random")
     assert text.tokens == 3 * 63
     assert not text.bit_equal
     assert text.divergence > 0.1
@@ -141,7 +142,7 @@ def test_a_model_that_predicts_otherwise_is_stopped(llama):
 def test_perplexity_is_that_of_the_models_own_loss(llama):
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     windows = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
-    text = compare_text(model, model, windows, origin="random")
+    text = compare_logits(source_logits(model, windows), model, windows, origin="random")
     with torch.inference_mode():
         loss = model(input_ids=windows, labels=windows).loss
     assert text.perplexity_before == text.perplexity_after == pytest.approx(float(loss.exp()))
@@ -166,7 +167,9 @@ def test_a_source_that_gives_nan_fails_however_equal_its_export_is(llama):
     with torch.no_grad():
         broken.model.norm.weight[0] = float("nan")
     windows = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
-    text = compare_text(broken, copy.deepcopy(broken), windows, origin="random")
+    text = compare_logits(
+        source_logits(broken, windows), copy.deepcopy(broken), windows, origin="random"
+    )
     assert text.bit_equal
     for equal in (True, False):
         (failure,) = text_failures(dataclasses.replace(text, bit_equal=equal))
