@@ -132,9 +132,9 @@ def prune_and_compare(
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
     """Return a sentence on the layers, the settings and the text of the pruning."""
     verb = "quantised" if isinstance(settings.recipe.pattern, Dense) else "pruned"
-    text = f"{subject.data.calibration_source}."
+    text = f"{subject.source}."
     if subject.has_files and subject.calibration.own_windows:
-        text = f"{text[:-1]} and of text that the model writes itself."
+        text = f"{subject.source} and of text that the model writes itself."
     if not subject.has_files:
         text = "text that the model writes itself. Text that is like yours is given by `--text "
         text += "FILE`: it is then evaluated on, too."
@@ -259,7 +259,7 @@ def cut_words(subject: Subject, size: int, console: Console) -> Scores:
     sizes = [subject.num_bytes]
     subject.cut_windows()
     dense = _evaluate_bytes(subject, "dense model", console)
-    console.print(f"Counting the words of {data.calibration_source} …")
+    console.print(f"Counting the words of {subject.source} …")
     cut_vocabulary(model, size, data.documents("train"))
     data.tokenizer = model.tokenizer
     subject.windows = _of_as_many_bytes(subject, dense["bytes"] or 0)

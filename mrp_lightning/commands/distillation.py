@@ -27,6 +27,7 @@ from mrp_lightning.solver.arithmetic import has_bfloat16_units
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.targets.blocks import pruned_layers
+from mrp_lightning.text.mixture import beside_files
 
 LENGTH, BATCH_SIZE = 512, 2
 """The default tokens of a window, and windows of a step."""
@@ -200,7 +201,7 @@ class DistilledPruning:
     prune: PruningCallback  # with all settings; its `save_dir` gets the result
     teacher: Mapping[str, Any]  # the arguments of `CausalLM` for the dense model
     files: Sequence[str] | None  # to distil on; `None` for text of the teacher's own alone
-    text: Mapping[str, Any]  # more arguments of the `DistillationText`
+    text: Mapping[str, Any]  # more arguments of the `DistillationText`, and the share of own text
     tokens: int
     unfinished: Unfinished
     accelerator: str
@@ -210,15 +211,17 @@ class DistilledPruning:
 
         Of it, `predict` reads at most as many tokens as the calibration has.
         """
-        length = min(LENGTH, calibration.sequence_length)
+        length, text = min(LENGTH, calibration.sequence_length), dict(self.text)
+        own = text.pop("own", None)
         return DistillationText(
             self.files,
+            calibration=None if own is None else beside_files(own),
             tokens=self.tokens,
             sequence_length=length,
             num_samples=calibration.num_samples * calibration.sequence_length // length,
             batch_size=BATCH_SIZE,
             keep=self.unfinished.directory / _WINDOWS,
-            **self.text,
+            **text,
         )
 
     def check(self, model: LightningModule, calibration: TextDataModule) -> None:
@@ -257,13 +260,17 @@ class DistilledPruning:
         dtype = str(source.model.dtype).removeprefix("torch.")
         name = PruningReport.load(self._pruned / NAME_OF_REPORT).config.get("base_model")
         if not (is_rounded and out.is_dir()):
+            precision = fast_precision(self.accelerator)
+            # Products would be rounded so in any case, and own text is written faster.
+            narrow = {"dtype": "bfloat16"} if precision == "bf16-mixed" else {}
             distil(
-                Distillation(source, CausalLM(**self.teacher), dtype="float32"),
+                Distillation(source, CausalLM(**self.teacher | narrow), dtype="float32"),
                 data,
                 out,
                 dtype=dtype,
                 overwrite=self.prune.overwrite,
                 unfinished=self.unfinished.directory / "training",
+                precision=precision,
                 accelerator=self.accelerator,
             )
         model = CausalLM(out)

@@ -44,7 +44,7 @@ _COLUMNS = 128
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = (
     *("train_files", "num_samples", "sequence_length", "batch_size", "seed", "text_column"),
-    "tokenizer",
+    *("tokenizer", "own"),
 )
 _SETTINGS = [field.name for field in fields(PruningArguments)]
 
@@ -135,6 +135,12 @@ def _first_checks(options: Namespace) -> None:
     """Raise for an option that names what is not there, before torch is loaded."""
     check_model(options.model, options.gguf_file)
     check_text(options.train_files, options.text_column)
+    if options.own is not None and not (options.train_files and 0 <= options.own < 1):
+        raise OptionError(
+            "expected a share of the text, from 0 to less than 1, beside the files of `--text` "
+            f"(without files all of the text is the model's own). Got {options.own:g}.",
+            "own",
+        )
     check_output(options.save_dir, overwrite=options.overwrite)
     if options.gguf is not None:
         require_extra("gguf", "Writing a GGUF file")
@@ -231,7 +237,7 @@ def _distilled(
         prune,
         {key: chosen[key] for key in _OF_MODEL},
         files,
-        {key: chosen[key] for key in ("text_column", "seed") if chosen[key] is not None},
+        {key: chosen[key] for key in ("text_column", "seed", "own") if chosen[key] is not None},
         options.distill,
         Unfinished.of(out, chosen, restart=options.restart),
         options.accelerator,
@@ -382,6 +388,9 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "
     text += "own, and is evaluated on Python's standard library)"
     group.add_argument("--text", dest="train_files", nargs="+", metavar="FILE", help=text)
+    text = "the share of text that the model writes itself, beside these files: it loses less on "
+    text += "other text (default: 0, and 0.5 with --distill)"
+    group.add_argument("--own", type=float, metavar="SHARE", help=text)
     text = "the key of the text in .jsonl files, and its column in tables (default: text)"
     group.add_argument("--text-column", metavar="NAME", help=text)
     text = "the directory or hub id of a tokenizer (default: the model's own)"

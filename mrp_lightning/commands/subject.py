@@ -26,7 +26,7 @@ from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
-from mrp_lightning.text.mixture import SELF
+from mrp_lightning.text.mixture import SELF, beside_files
 from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.text.windows import Cutter
 
@@ -44,7 +44,8 @@ class Subject:
     Args:
         source: The arguments of `CausalLM` that name the model; one that is no causal language
             model is loaded as a `TextModel`.
-        text: The arguments of the `TextDataModule`. Of `train_files` a tenth is held out; if these
+        text: The arguments of the `TextDataModule`, and `own`, the share of text that the model
+            writes itself, 0 by default. Of `train_files` a tenth is held out; if these
             are `None`, a causal language model is calibrated on text that it writes itself, and
             evaluated on the source code of Python's standard library.
         windows: The largest number of windows to evaluate on.
@@ -53,6 +54,7 @@ class Subject:
     Attributes:
         data: The text to evaluate on, and to calibrate on unless it is replaced by `calibration`.
         calibration: The text to calibrate on.
+        source: The name of the text given, or of the model's own.
         windows: The windows to evaluate on; `text` is the name of their text.
         num_samples: The number of windows to calibrate on.
         seconds: The duration of the last evaluation.
@@ -65,7 +67,8 @@ class Subject:
     def __init__(
         self, source: Mapping[str, Any], text: Mapping[str, Any], windows: int, accelerator: str
     ) -> None:
-        _data(text)  # refuses missing files before a model is loaded
+        given = _data({**text, "own": 0})  # refuses missing files before a model is loaded
+        self.source = given.calibration_source
         self.model = _load_model(source, text)
         self.data = _data(text, self.model)
         self.data.tokenizer = self.data.tokenizer or self.model.tokenizer
@@ -82,7 +85,7 @@ class Subject:
         )
         self.text = f"source of {StandardLibrary().name}"
         if self.has_files:
-            self.text = f"held-out part of {self.data.calibration_source}"
+            self.text = f"held-out part of {self.source}"
         self.seconds = 0.0
 
     @property
@@ -102,12 +105,14 @@ class Subject:
         if self.calibration is not self.data:
             self.num_samples = self.calibration.num_samples
             return plan
-        if self.has_files:
+        if self.has_files and not self.data.own_windows:
             calibration = self.data.calibration_windows()
             check_batch(self.model, calibration)
             self.num_samples = len(calibration)  # which may be fewer than asked for
             return plan
         self.num_samples = self.data.num_samples
+        if self.has_files:
+            return plan
         # Writing a window costs more than pruning with it, so that a small model writes fewer. An
         # expert sees its router's share of the tokens, which no configuration bounds.
         has_experts = any(hasattr(module, "experts") for module in self.model.model.modules())
@@ -163,15 +168,20 @@ def _load_model(source: Mapping[str, Any], text: Mapping[str, Any]) -> CausalLM 
             "calibrated on. Give files of texts like those that it reads.",
             "train_files",
         )
+    if text.get("own"):
+        raise OptionError(f"the model {location} predicts no next token, so it writes none.", "own")
     return TextModel(location, dtype=source["dtype"], **hub, tokenizer=text.get("tokenizer"))
 
 
 def _data(text: Mapping[str, Any], model: nn.Module | None = None) -> TextDataModule:
     """Return the text; windows for a `TextModel` leave room for the tokens that end a text."""
+    text = dict(text)
+    own = text.pop("own", 0)
     if not text["train_files"]:
         return TextDataModule(**text, calibration=SELF)
     if not isinstance(model, TextModel):
-        return TextDataModule(**text, hold_out=True)
+        shares = beside_files(own) if own else None
+        return TextDataModule(**text, calibration=shares, hold_out=True)
     longest = model.longest
     length = text.get("sequence_length") or min(_LONGEST_TEXT, longest or _LONGEST_TEXT)
     if longest is not None and length > longest:

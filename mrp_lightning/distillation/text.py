@@ -16,7 +16,7 @@ from mrp_ground.arguments import checked
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.storage.files import move_durably
-from mrp_lightning.text.mixture import SELF, WindowSource, interleaved
+from mrp_lightning.text.mixture import SELF, WindowSource, beside_files, interleaved
 from mrp_lightning.text.sources import TextSource
 
 _Path = str | os.PathLike[str]
@@ -74,7 +74,7 @@ class DistillationText(TextDataModule):
                 "tokens",
             )
         if calibration is None:
-            calibration = {SELF: 0.5, "train_files": 0.5} if train_files else SELF
+            calibration = beside_files(0.5) if train_files else SELF
         self._count = -(-tokens // sequence_length)
         super().__init__(
             train_files,

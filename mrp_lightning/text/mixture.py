@@ -158,6 +158,12 @@ class WindowSource(Protocol):
         """Draw at most `count` windows (windows, length), int64; shorter ones of a short text."""
 
 
+def beside_files(own: float) -> dict[str, float]:
+    """Return the shares of own text and of `train_files`, for `calibration`; none is 0."""
+    shares = {SELF: own, "train_files": 1 - own}
+    return {name: share for name, share in shares.items() if share}
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Calibration windows from several sources in fixed proportions.

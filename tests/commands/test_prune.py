@@ -226,6 +226,26 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     assert report["provenance"]["data"]["source"] == "the model's own text"
 
 
+def test_own_text_beside_files(tiny_llama, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(" ".join(map(str, range(9999))))
+    options = ["--num-samples=8", "--sequence-length=32", "--eval-samples=4", "--accelerator=cpu"]
+    prune = ["prune", str(tiny_llama), "--sparsity=0.5", *options, f"--out={out}"]
+    for wrong in (["--own=0.5"], [f"--text={text}", "--own=1"], [f"--text={text}", "--own=-0.1"]):
+        with pytest.raises(SystemExit):
+            main([*prune, *wrong])
+        assert "`--own`: expected a share of the text, from 0 to less" in capsys.readouterr().err
+    main([*prune, f"--text={text}", "--own=0.25"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "on 8 windows of text.txt and of text that the model writes itself." in shown
+    assert "of it to write own text" in shown
+    assert "Evaluated on 4 windows of 32 tokens of the held-out part of text.txt." in shown
+    report = json.loads((out / "pruning_report.json").read_text())
+    data = report["provenance"]["data"]
+    assert data["source"] == "0.25 the model's own text + 0.75 train_files"
+    assert {layer["tokens"] for layer in report["layers"]} == {8 * 32}
+
+
 def test_a_small_model_writes_no_more_than_its_widest_layer_needs(tiny_llama):
     source = {"model": str(tiny_llama), "dtype": None, "gguf_file": None, "revision": None}
     text = {"train_files": None, "sequence_length": 64}
