@@ -264,7 +264,7 @@ class DistilledPruning:
             # Products would be rounded so in any case, and own text is written faster.
             narrow = {"dtype": "bfloat16"} if precision == "bf16-mixed" else {}
             distil(
-                Distillation(source, CausalLM(**self.teacher | narrow), dtype="float32"),
+                Distillation(source, CausalLM(**{**self.teacher, **narrow}), dtype="float32"),
                 data,
                 out,
                 dtype=dtype,
