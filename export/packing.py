@@ -145,9 +145,12 @@ class Packed(Target[ExportReport]):
         Unless the user decides, files of four bits ask for rounded activations: `check` has to
         measure the loss, and withdraws this where it is no small one.
         """
-        rounds = job.options.activations != "exact" and bool(job.source.config)
-        known = self._roundings(report.packed[0].form)
-        settings = {"activations": known[0] if rounds and known else None}
+        activations = job.options.activations
+        # The loss is measured of transformers' models alone: for others the user decides.
+        may_round = activations is None and bool(job.source.config)
+        if may_round and "int8" in self._roundings(report.packed[0].form):
+            activations = "int8"
+        settings = {"activations": activations if activations == "int8" else None}
         return write_packed(job.source, directory, report.packed, report.head, settings)
 
     def check(self, job: Job, report: ExportReport, directory: Path) -> None:

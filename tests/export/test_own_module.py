@@ -17,6 +17,7 @@ import export
 from callbacks import MRPCallback
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, OptionError
+from mrp_sparse.packed_linear import Bitmask4Linear
 
 from .conftest import refusal, write_report
 
@@ -166,3 +167,29 @@ def test_the_fast_path_of_torchs_encoder_is_told(tmp_path, caplog, monkeypatch):
     with torch.no_grad():
         x = torch.randn(2, 3, 16)
         assert torch.allclose(other(x), encoder(x), rtol=1e-5, atol=1e-6)
+
+
+class Wide(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2)
+        )
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch
+
+
+@pytest.mark.parametrize("activations", [None, "exact", "int8"])
+def test_only_the_user_rounds_the_activations_of_a_module_of_ones_own(activations, tmp_path):
+    """Its loss on text is unknown."""
+    torch.manual_seed(0)
+    callback = MRPCallback(sparsity=0.5, bits=4, save_dir=tmp_path / "own")
+    trainer = lightning.Trainer(callbacks=[callback], **QUIET)
+    trainer.predict(Wide(), DataLoader(torch.randn(256, 64), batch_size=64))
+    main([str(tmp_path / "own"), *(["--activations", activations] if activations else [])])
+    other = export.load_into(Wide(), tmp_path / "own-bitmask4")
+    layers = [m for m in other.modules() if isinstance(m, Bitmask4Linear)]
+    assert {layer.eight_bit_activations for layer in layers} == {activations == "int8"}
