@@ -340,6 +340,12 @@ class DampedHessian:
             self._hessian, self._dead, self._mean_diagonal, self.ratio, torch.float64
         )
 
+    def float32_suffices_with(self, shift: float) -> bool:
+        """Return whether float32 suffices for H + λI + σ·diag(H + λI), σ = `shift` > 0."""
+        # At a unit diagonal no diagonal element of its inverse exceeds 1/σ, whatever H is: its
+        # inflation is at most (1 + σ) / σ.
+        return self.float32_suffices or 1 + 1 / shift <= _FLOAT32_SUFFICES
+
     def inverse_blocks(self, width: int) -> Tensor:
         """Return the diagonal blocks of (H + λI)⁻¹: (⌊columns / width⌋, width, width)."""
         # [H⁻¹]_BB = (U_:B)ᵀU_:B needs the columns B of U and not the whole inverse.

@@ -274,15 +274,16 @@ class Joint(Mask):
         """
         del inverse_blocks
         weight, damped = problem.weight, problem.damped
-        # Where float32 does not suffice, only (H + σI)⁻¹ needs float64: σ may be below float32's
-        # errors in H. The steps take σ times it, whose eigenvalues are at most 1.
-        matrix = damped.matrix_in(weight.dtype if damped.float32_suffices else torch.float64)
-        scale = matrix.diagonal().sqrt()
-        matrix.div_(scale[:, None]).div_(scale)
-        search = _JointSearch(problem, weight * scale.to(weight.dtype), matrix)
         # b moves along directions of small eigenvalues at little cost, and the first ρ must not
         # hold it back there. The mean of [H⁻¹]_jj (diagonal 1) measures how small they are.
-        return _known(search.run(_FIRST_PENALTY / float(damped.inflation.mean())))
+        first = _FIRST_PENALTY / float(damped.inflation.mean())
+        # Only (H + σI)⁻¹ may need float64: the first σ may be below float32's errors in H. The
+        # steps take σ times it, whose eigenvalues are at most 1.
+        suffices = damped.float32_suffices_with(first)
+        matrix = damped.matrix_in(weight.dtype if suffices else torch.float64)
+        scale = matrix.diagonal().sqrt()
+        matrix.div_(scale[:, None]).div_(scale)
+        return _known(_JointSearch(problem, weight * scale.to(weight.dtype), matrix).run(first))
 
 
 class _JointSearch:
@@ -332,6 +333,10 @@ class _JointSearch:
         shifted = self.matrix.clone()
         shifted.diagonal().add_(center)
         factor = factor_of_inverse(shifted)
+        if factor is None and self.matrix.dtype == torch.float32:
+            # The factorisation's own rounding, which grows with the columns, exceeds σ.
+            self.matrix = self.matrix.double()
+            return self._times_inverse(center)
         assert factor is not None, "H + λI is positive definite to its precision, and σ is positive"
         return self.product(inverse_from(factor).mul_(center).to(self.weight.dtype))
 

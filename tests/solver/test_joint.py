@@ -7,6 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mrp_lightning import prune_weight
+from mrp_lightning.solver import masks
+from mrp_lightning.solver.hessian import DampedHessian, InputHessian, factor_of_inverse
 
 COLUMNS = 12
 HALF = torch.tensor(list(itertools.combinations(range(COLUMNS), COLUMNS // 2)))
@@ -87,3 +89,47 @@ def test_its_memory_is_that_of_two_float64_matrices():
     sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     held = itertools.accumulate(size for _, size in sorted(sizes))
     assert max(held) < 2 * columns * columns * 8
+
+
+@pytest.fixture
+def nearly_copies(truth):
+    """A weight and a Hessian for which float32 does not suffice: two inputs are nearly copies."""
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = (torch.randn(n, 96, generator=generator) for n in (32, 400))
+    inputs[:, 1] = inputs[:, 0] + 5e-3 * torch.randn(400, generator=generator)
+    hessian = truth.hessian_of(inputs).float()
+    assert not InputHessian(hessian).damped(1e-7).float32_suffices
+    return weight, hessian
+
+
+def joint(weight, hessian):
+    return prune_weight(weight, hessian, sparsity=0.5, method="JM", damping=1e-7)
+
+
+def test_float32_finds_as_good_a_mask_where_the_penalty_is_above_its_errors(
+    nearly_copies, monkeypatch
+):
+    precisions = []
+
+    def factor(matrix):
+        precisions.append(matrix.dtype)
+        return factor_of_inverse(matrix)
+
+    monkeypatch.setattr(masks, "factor_of_inverse", factor)
+    narrow = joint(*nearly_copies)
+    assert {*precisions} == {torch.float32}
+    monkeypatch.setattr(DampedHessian, "float32_suffices_with", lambda self, shift: False)
+    wide = joint(*nearly_copies)
+    assert {*precisions} == {torch.float32, torch.float64}
+    # Many masks are nearly as good as each other, and rounding decides which of them is found.
+    assert narrow.loss == pytest.approx(wide.loss, rel=0.02)
+
+
+def test_a_factorisation_that_fails_in_float32_is_one_of_float64(nearly_copies, monkeypatch):
+    expected = joint(*nearly_copies)
+    monkeypatch.setattr(
+        masks,
+        "factor_of_inverse",
+        lambda matrix: None if matrix.dtype == torch.float32 else factor_of_inverse(matrix),
+    )
+    assert joint(*nearly_copies).loss == pytest.approx(expected.loss, rel=0.02)
