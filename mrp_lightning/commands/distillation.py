@@ -35,6 +35,9 @@ NAME = "distillation.json"
 """The file of `Distilled` in the directory of the distilled model."""
 _WINDOWS = "windows.safetensors"
 """The file of an unfinished run for its text."""
+_TOLERANCE = 1e-2
+"""The relative distance to the optimal loss of a layer at which its compensation stops: training
+moves the kept weights much farther."""
 
 
 @dataclass(frozen=True)
@@ -238,8 +241,10 @@ class DistilledPruning:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
         self.unfinished.begin()
         pruned = self._pruned
-        # Distillation gains what these two do before it; rounding, after it, needs them.
-        settings = self.prune.settings.without_grids() | {"target": "own", "tuning": False}
+        settings = self.prune.settings.without_grids()
+        # Distillation gains what the first two do before it; rounding, after it, needs them.
+        settings |= {"target": "own", "tuning": False}
+        settings["tolerance"] = settings["tolerance"] or _TOLERANCE
         alone = PruningCallback(save_dir=pruned, resume=self.prune.resume, **settings)
         if pruned.is_dir():  # it appears when it is complete
             alone.report = PruningReport.load(pruned / NAME_OF_REPORT)
