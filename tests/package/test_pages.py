@@ -133,7 +133,7 @@ def test_the_blocks_of_a_page_run(pages, here):
 
 
 def test_the_model_of_the_first_run_comes_with_the_package(capsys):
-    (line,) = re.findall(r'^MODEL=\$\(python -c "(.*)"\)$', PAGES["README.md"], flags=re.M)
+    (line,) = re.findall(r'^MODEL=\$\(python -c "(.*)"\)$', PAGES["start.md"], flags=re.M)
     exec(line)
     assert Path(capsys.readouterr().out.strip(), "config.json").is_file()
 
