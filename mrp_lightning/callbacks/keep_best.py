@@ -62,8 +62,9 @@ class KeepBest(Callback):
         if trainer.training or trainer.validating:
             self._record(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the best weights into the module, unless those of the last step are the best."""
+        # Not `on_train_end`: a `fit` that resumes behind its last step has no training to end.
         if not self._weights or self.best_step == trainer.global_step:
             return
         parameters = dict(pl_module.named_parameters())

@@ -25,10 +25,12 @@ class KeepSparsity(Callback):
     zeros. The trained model can be packed like the pruned one.
 
     An optimizer of torch that treats each entry by itself, such as AdamW, gets the kept weights
-    alone, in float32: its moments take that part of the memory. With others,
-    with float16 precision and with sharded weights, gradients of removed weights are set to zero
-    before clipping, and the weights after each step; this costs a bool for each weight of the
-    pruned layers, and a pass over these weights and one over their gradients.
+    alone, in float32: its moments take that part of the memory. Their gradients are moved before
+    the module's own `on_before_optimizer_step`, which finds none of them. With other optimizers,
+    float16 precision, manual optimization, sharded weights, and layers that an optimizer gets
+    later, gradients of removed weights are set to zero before clipping, and the weights after each
+    step; this costs a bool for each weight of these layers, and a pass over the weights and one
+    over their gradients.
 
     Attributes:
         removed: The number of weights that stay zero, by the name of their layer.
@@ -62,16 +64,18 @@ class KeepSparsity(Callback):
         masks, self._masks = self._masks or self._find(pl_module), {}
         parameters = dict(pl_module.named_parameters())
         pruned = {parameters[name]: _as_sharded(parameters[name], m) for name, m in masks.items()}
+        # Manual optimization clips and discards the gradients of the parameters themselves.
+        takes_values = pl_module.automatic_optimization and not _sharded(pruned)
         for optimizer in trainer.optimizers:
-            if _takes_kept_values(trainer, optimizer) and not _sharded(pruned):
+            if takes_values and _takes_kept_values(trainer, optimizer):
                 kept = {parameter: ~mask for parameter, mask in pruned.items()}
                 self._values.append(KeptValues(optimizer, kept))
-            else:
-                self._pruned = list(pruned.items())
-                # The hook is on the optimizer and not on the batch: with accumulation there are
-                # batches without a step, and with several optimizers or manual optimisation
-                # several steps in one batch.
-                self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+                pruned = {p: mask for p, mask in pruned.items() if p not in self._values[-1]}
+        # Of these an optimizer has the parameters, or gets them later (`BaseFinetuning`).
+        self._pruned = list(pruned.items())
+        # The hooks are on the optimizers and not on the batch: with accumulation there are batches
+        # without a step, and with several optimizers or manual optimization several in one batch.
+        self._hooks = [o.register_step_post_hook(self._after_step) for o in trainer.optimizers]
 
     def _find(self, pl_module: LightningModule) -> dict[str, Tensor]:
         """Return the removed weights of the pruned layers, bool, by the name of the parameter."""

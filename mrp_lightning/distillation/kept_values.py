@@ -86,6 +86,10 @@ class KeptValues:
             optimizer.register_load_state_dict_pre_hook(self._load),
         ]
 
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer trains values in place of this parameter."""
+        return any(part.parameter is parameter for part in self._parts)
+
     def take_gradients(self) -> None:
         """Move the gradients of the parameters to the values: before clipping and each step."""
         for part in self._parts:

@@ -193,6 +193,7 @@ class Distillation(CausalLM):
 
     def on_fit_start(self) -> None:
         """Give the optimizer float32 values of the weights that have 16 bits."""
+        self.on_fit_end()  # a `fit` that raised an error has not come to its end
         for optimizer in self.trainer.optimizers:
             narrow = {
                 parameter: None
@@ -254,6 +255,8 @@ class Distillation(CausalLM):
     def on_validation_epoch_start(self) -> None:
         """Reset the sums of all held-out data and, of several texts, of each."""
         loaders = self.trainer.val_dataloaders
+        if isinstance(loaders, list | tuple):
+            loaders = dict(enumerate(loaders))
         names = [f"/{name}" for name in loaders] if isinstance(loaders, Mapping) else [""]
         self._texts_held = names if len(names) > 1 else [""]
         self._figures = {

@@ -189,6 +189,10 @@ class _Unwrap(Callback):
         unwrap_dataloaders()
 
 
+_OF_LAUNCHER = ".temp.ckpt"
+"""The file by which Lightning brings the weights back from processes that it forked or spawned."""
+
+
 class TensorsOnly(TorchCheckpointIO):
     """Load only tensors and plain containers from checkpoints, unless `weights_only` is false.
 
@@ -205,6 +209,8 @@ class TensorsOnly(TorchCheckpointIO):
         weights_only = weights_only is not False
         with explained_checkpoint(path, weights_only=weights_only):
             content = super().load_checkpoint(path, map_location, weights_only)
+            if Path(str(path)).name == _OF_LAUNCHER:
+                return content
             if reason := why_no_checkpoint(content):
                 raise FormatError(f"`ckpt_path`: {path} cannot be read: {reason}.")
             return content

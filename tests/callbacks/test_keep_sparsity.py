@@ -230,3 +230,54 @@ def test_zeros_of_an_expert_that_is_not_pruned_are_trained():
     assert torch.equal(pruned.arranged(by_parameter[id(pruned.parameter)]), pruned.view == 0)
     assert not dense.arranged(by_parameter[id(dense.parameter)]).any()
     assert sum(map(int, kept.removed.values())) == sum(int(mask.sum()) for mask in masks.values())
+
+
+class LaterUnfrozen(lightning.pytorch.callbacks.BaseFinetuning):
+    """Trains the blocks from the second epoch on."""
+
+    def freeze_before_training(self, pl_module) -> None:
+        self.freeze(pl_module.model.model.layers)
+
+    def finetune_function(self, pl_module, epoch, optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.model.layers, optimizer)
+
+
+def test_zeros_of_layers_that_are_unfrozen_later_stay(pruned, loader):
+    look = AfterEachStep(zeros(pruned))
+    dense = pruned.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+
+    def only_trainable():
+        return torch.optim.AdamW([p for p in pruned.parameters() if p.requires_grad], lr=1e-2)
+
+    pruned.configure_optimizers = only_trainable
+    callbacks = [KeepSparsity(), LaterUnfrozen(), look]
+    lightning.Trainer(max_epochs=2, callbacks=callbacks, **QUIET).fit(pruned, loader)
+    assert look.looks == 12
+    assert not torch.equal(pruned.model.model.layers[0].mlp.up_proj.weight, dense)
+
+
+class Manual(CausalLM):
+    """Discards the gradients of the first batch, and clips all others to nearly nothing."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx == 0:
+            optimizer.zero_grad()
+        self.clip_gradients(optimizer, gradient_clip_val=1e-9, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def test_manual_optimization_clips_and_discards_gradients(pruned, loader):
+    module = Manual(pruned.model, tokenizer=pruned.tokenizer)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    look = AfterEachStep(zeros(module))
+    lightning.Trainer(max_epochs=1, callbacks=[KeepSparsity(), look], **QUIET).fit(module, loader)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=1e-7)

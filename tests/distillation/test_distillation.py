@@ -253,3 +253,30 @@ def test_a_student_that_lost_nothing_is_warned_of(pair, windows, caplog):
     trainer = Trainer(max_steps=1, **QUIET)
     trainer.fit(Distillation(copy.deepcopy(dense), dense), loader(windows[:4]))
     assert "there is nothing to win back" in caplog.text
+
+
+def test_a_fit_after_one_that_failed_trains_all_weights(pair, windows, monkeypatch):
+    student, dense = pair
+    module = Distillation(student, dense, dtype="bfloat16", learning_rate=2e-2, warmup_steps=0)
+    step = Distillation.training_step
+
+    def failing(*_):
+        raise RuntimeError("the power is gone")
+
+    monkeypatch.setattr(Distillation, "training_step", failing)
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        Trainer(max_steps=2, **QUIET).fit(module, loader(windows[:8]))
+    monkeypatch.setattr(Distillation, "training_step", step)
+    start = {n: p.detach().clone() for n, p in module.model.named_parameters() if p.requires_grad}
+    Trainer(max_steps=2, **QUIET).fit(module, loader(windows[:8]))
+    matrices = {n: p for n, p in module.model.named_parameters() if n in start and p.ndim == 2}
+    assert matrices
+    assert not [n for n, parameter in matrices.items() if torch.equal(parameter, start[n])]
+
+
+def test_texts_held_out_in_a_list_are_numbered(pair, windows):
+    trainer = Trainer(**QUIET)
+    module = Distillation(*pair)
+    trainer.validate(module, [loader(windows[:2]), loader(windows[2:4])], verbose=False)
+    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert figures["val_kl"] == pytest.approx((figures["val_kl/0"] + figures["val_kl/1"]) / 2)
