@@ -94,9 +94,11 @@ class Predictor:
     @torch.no_grad()
     def _test(self, ids: Tensor, mask: Tensor | None) -> None:
         """Run the model as a whole from now on if `logits` differs from the model's own logits."""
-        self._is_tested = True
         # Without padding, at which a family may give NaN.
-        window = ids[0] if mask is None else ids[0][mask[0] != 0]
+        window = ids[0] if mask is None else ids[mask != 0]
+        if not len(window):
+            return  # all is padding: the next batch decides
+        self._is_tested = True
         few = window[None, :_PROBE_TOKENS], None
         is_training = self.model.training
         self.model.eval()  # dropout would differ between the two runs

@@ -224,7 +224,7 @@ class Distillation(CausalLM):
         ids, mask = split_batch(batch)
         check_vocabulary(self.model, ids, "training")
         result = divergence(self.student, self.teacher, ids, mask)
-        loss = result.kl / result.tokens
+        loss = result.kl / max(1, result.tokens)  # a batch of padding alone has none
         finite = bool(loss.detach().isfinite())
         if not self.trainer.strategy.reduce_boolean_decision(finite, all=True):
             log.error(

@@ -15,7 +15,15 @@ from quiet import QUIET
 from torch.utils.data import DataLoader
 
 from callbacks import KeepBest, KeepSparsity, MRPCallback, SaveModel
-from mrp_lightning import CausalLM, Distillation, OptionError, TextDataModule, Trainer
+from mrp_lightning import (
+    CausalLM,
+    DataError,
+    Distillation,
+    OptionError,
+    TextDataModule,
+    Trainer,
+)
+from mrp_lightning.data.own_text import OwnText
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.targets.blocks import pruned_layers
@@ -280,3 +288,66 @@ def test_texts_held_out_in_a_list_are_numbered(pair, windows):
     trainer.validate(module, [loader(windows[:2]), loader(windows[2:4])], verbose=False)
     figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert figures["val_kl"] == pytest.approx((figures["val_kl/0"] + figures["val_kl/1"]) / 2)
+
+
+def drawn(pair, data):
+    """The windows of a text, drawn in a `predict` of the dense model."""
+    Trainer(**QUIET).predict(copy.deepcopy(pair[1]), datamodule=data)
+    return data._drawn()
+
+
+def test_kept_windows_come_back_in_their_order_and_others_are_refused(pair, tmp_path, words):
+    file = tmp_path / "windows.safetensors"
+    shares = {"train_files": 0.5, "stdlib": 0.5}  # in an order that is not the alphabet's
+    first, second = (
+        drawn(pair, own_text(train_files=words, calibration=shares, keep=file)) for _ in range(2)
+    )
+    assert [*first] == [*second]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(OptionError, match="`keep`: .* holds windows of .*`seed: 1`"):
+        drawn(pair, DistillationText(words, tokens=640, sequence_length=32, seed=2, keep=file))
+
+
+@pytest.fixture
+def words(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_text(" ".join(map(str, range(4000))))
+    return file
+
+
+def test_no_held_out_token_of_a_named_file_is_trained_on(pair, words):
+    windows = drawn(pair, own_text(calibration=str(words)))
+    trained = {tuple(r.tolist()) for r in windows[f"trained/{words}"].unfold(1, 8, 1).flatten(0, 1)}
+    held = [
+        tuple(row.tolist()) for row in windows[f"held-out/{words}"].unfold(1, 8, 1).flatten(0, 1)
+    ]
+    assert held
+    assert not trained & {*held}
+
+
+def test_a_dataset_is_half_of_the_text(pair):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [" ".join(map(str, range(4000)))] * 4})
+    windows = drawn(pair, own_text(dataset=datasets.DatasetDict(train=rows)))
+    assert {name: len(w) for name, w in windows.items() if "trained" in name} == {
+        "trained/own": 10,
+        "trained/dataset": 10,
+    }
+
+
+def test_a_text_that_is_too_short_is_refused_before_any_is_written(pair, tmp_path, monkeypatch):
+    file = tmp_path / "short.txt"
+    file.write_text(" ".join(map(str, range(200))))
+    monkeypatch.setattr(OwnText, "draw", None)
+    with pytest.raises(DataError, match=r"`tokens`: short.txt is enough for \d+ windows"):
+        drawn(pair, DistillationText(file, tokens=64_000, sequence_length=32))
+
+
+def test_padding_alone_changes_nothing_and_ends_nothing(pair, windows):
+    ids = windows[:2, :16]
+    padded = [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}]
+    padded += [{"input_ids": ids, "attention_mask": torch.tensor([[0] * 16, [1] * 16])}]
+    trainer = Trainer(max_steps=2, **QUIET)
+    trainer.fit(Distillation(*pair), DataLoader(padded, batch_size=None))
+    assert trainer.global_step == 2
+    assert float(trainer.callback_metrics["kl"]) > 0

@@ -26,16 +26,21 @@ def models(tiny_llama, tmp_path_factory):
     return str(tiny_llama), str(directory / "pruned")
 
 
-def distilled(models, out, strategy, devices):
-    """The weights that processes with the environment of those Lightning starts have written."""
+def run(command, devices):
+    """Run processes with the environment of those that Lightning starts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    env = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [WORKER, *models, out, strategy, devices]
+    paths = f"{ROOT}:{WORKER.parent}"
+    env = {"PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [Piped(command, env | {"LOCAL_RANK": str(rank)}) for rank in range(devices)]
     outputs = [process.communicate() for process in started]
     assert [process.returncode for process in started] == [0] * devices, outputs
+
+
+def distilled(models, out, strategy, devices):
+    """The weights that processes have written."""
+    run([WORKER, *models, out, strategy, devices], devices)
     return load_file(out)
 
 
@@ -53,3 +58,9 @@ def test_two_processes_give_what_one_gives(models, alone, tmp_path, strategy):
         if "proj" in name:
             assert not together[name][:, ::2].any()
             assert not torch.equal(weight.float(), dense[name.removeprefix("base.")].float())
+
+
+def test_two_processes_that_resume_read_on_where_they_were(models, tmp_path):
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(map(str, range(4000))))
+    run([WORKER.with_name("resume_worker.py"), *models, text, tmp_path], 2)
