@@ -5,7 +5,8 @@ import errno
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -126,6 +127,10 @@ class CommandParser(argparse.ArgumentParser):
                 self.error("give MODEL once, as it is or by `--model`")
             options.model = models[0]
         return options
+
+    def by_option(self, options: Namespace, names: Iterable[str]) -> dict[str, Any]:
+        """Return the values of arguments by the names of their options."""
+        return {option_named(self, name) or name: getattr(options, name) for name in names}
 
     def error(self, message: str) -> NoReturn:
         """Raise an `OptionError` with argparse's message."""

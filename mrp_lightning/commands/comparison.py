@@ -107,7 +107,8 @@ def prune_and_compare(
     if first.report is None:
         subject.trainer.predict(subject.model, datamodule=subject.calibration, callbacks=[first])
     if distilled is not None:
-        subject.model = CausalLM(str(first.save_dir))  # the one that a resumed run distils, too
+        assert first.save_dir is not None
+        subject.model = distilled.load(first.save_dir)  # that which a resumed run distils, too
     pruned = final = subject.evaluate("pruned model", console)
     if distilled is not None:
         assert isinstance(subject.model, CausalLM)  # else `check` has refused it

@@ -1,5 +1,6 @@
 """`mrp-lightning distill RUN`: train what a pruning kept until it predicts as the dense model."""
 
+import math
 import shlex
 import sys
 from argparse import Namespace
@@ -28,10 +29,12 @@ _DESCRIPTION = (
 )
 _OWN = "self"
 _OF_RUN = (
-    *("run", "teacher", "text", "tokens", "sequence_length", "batch_size", "learning_rate"),
-    *("seed", "dtype", "precision", "text_column"),
+    *("run", "teacher", "train_files", "tokens", "sequence_length", "batch_size"),
+    *("learning_rate", "seed", "dtype", "precision", "text_column"),
 )
 """The options that decide the result: an unfinished run of others is not gone on with."""
+_SHARE = 0.9
+"""The share of the available memory to fill: torch's allocator and files need some, too."""
 
 
 def main(args: list[str]) -> None:
@@ -46,19 +49,35 @@ def main(args: list[str]) -> None:
     options = parser.parse_args(args)
     with parser.options_in_messages():
         check_directory(options.run, "RUN")
-        check_text(None if options.text == [_OWN] else options.text, options.text_column)
-        check_output(options.out, overwrite=options.overwrite)
-    # Imported late, since help and mistakes need not wait for Lightning and transformers.
-    from mrp_lightning.environment import quiet_lightning
+        own_alone = options.train_files == [_OWN]
+        check_text(None if own_alone else options.train_files, options.text_column)
+        if not 0 < options.learning_rate < math.inf:
+            raise OptionError(
+                f"expected a finite rate > 0. Got {options.learning_rate:g}.", "learning_rate"
+            )
+        check_output(options.save_dir, overwrite=options.overwrite)
+        # Imported late, since help and mistakes need not wait for Lightning and transformers.
+        from mrp_lightning.environment import quiet_lightning
+        from mrp_lightning.signals import interruptible, unclaimed_signals
+
+        _complete(options)
+        with interruptible(unclaimed_signals()), quiet_lightning():
+            _distil(parser, options)
+
+
+def _complete(options: Namespace) -> None:
+    """Set the options that follow from the pruning where they are not given.
+
+    Raises:
+        OptionError: The run cannot be distilled, or its dense model or text is gone.
+    """
     from mrp_lightning.records.report import NAME, PruningReport
-    from mrp_lightning.signals import interruptible, unclaimed_signals
     from mrp_lightning.storage.files import output_path
 
-    run = output_path(options.run)
+    run = options.run = output_path(options.run)
     if not (run / NAME).is_file():
         raise OptionError(f"expected the directory of a pruning, with {NAME}. Got {run}.", "RUN")
     report = PruningReport.load(run / NAME)
-    config = report.config
     if report.amount.grids:
         raise OptionError(
             f"{run} is on a grid of few bits, which training would leave. Distil the pruning "
@@ -73,7 +92,7 @@ def main(args: list[str]) -> None:
             "or name a dense model of the same words.",
             "teacher",
         )
-    options.teacher = options.teacher or config.get("base_model")
+    options.teacher = options.teacher or report.config.get("base_model")
     if options.teacher is None:
         raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")
     try:
@@ -84,53 +103,65 @@ def main(args: list[str]) -> None:
             "id.",
             "teacher",
         ) from error
-    options.text = _text_of(options, report.provenance.get("data") or {})
-    options.out = output_path(options.out or run.with_name(f"{run.name}-distilled"))
-    with (
-        interruptible(unclaimed_signals()),
-        parser.options_in_messages(),
-        quiet_lightning(),
-    ):
-        _distil(run, options)
+    data = report.provenance.get("data") or {}
+    if options.train_files is None:
+        options.text_column = options.text_column or data.get("text_column")
+    options.train_files = _text_of(options, data)
+    check_text(options.train_files, options.text_column)
+    options.save_dir = output_path(options.save_dir or run.with_name(f"{run.name}-distilled"))
 
 
 def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
     """Return the files of the option or, without it, of the pruning; `None` for own text alone."""
-    if options.text is not None:
-        return None if options.text == [_OWN] else options.text
+    if options.train_files is not None:
+        return None if options.train_files == [_OWN] else options.train_files
     files: list[str] | None = data.get("files")
     gone = [file for file in files or [] if not Path(file).exists()]
     if gone:
         raise OptionError(
             f"the text of the pruning is gone: {', '.join(gone)}. Give files, or `--text {_OWN}`, "
             "with which all text is the teacher's own.",
-            "text",
+            "train_files",
         )
     return files or None
 
 
-def _distil(run: Path, options: Namespace) -> None:
+def _distil(parser: CommandParser, options: Namespace) -> None:
     """Train, save and report."""
-    from mrp_lightning.commands.distillation import Unfinished, distil, fast_precision
+    from mrp_lightning.commands.distillation import (
+        Unfinished,
+        distil,
+        fast_precision,
+        state_of,
+        state_of_model,
+    )
     from mrp_lightning.distillation.module import Distillation
     from mrp_lightning.distillation.text import DistillationText
+    from mrp_lightning.loop.trainer import require_accelerator
     from mrp_lightning.models.loading import load_config
     from mrp_lightning.storage.outputs import check_output_dir
     from mrp_lightning.terminal import Console
 
+    require_accelerator(options.accelerator)
+    run, files = options.run, options.train_files
     console = Console(width=None if sys.stdout.isatty() else 100)
     data = DistillationText(
-        options.text,
+        files,
         tokens=options.tokens,
         sequence_length=options.sequence_length,
         batch_size=options.batch_size,
         seed=options.seed,
         **({"text_column": options.text_column} if options.text_column else {}),
     )
-    check_output_dir(options.out, overwrite=options.overwrite, argument="--out")
+    check_output_dir(options.save_dir, overwrite=options.overwrite)
     options.precision = options.precision or fast_precision(options.accelerator)
-    chosen = {name: getattr(options, name) for name in _OF_RUN}
-    unfinished = Unfinished.of(options.out, chosen, restart=options.restart)
+    chosen = parser.by_option(options, _OF_RUN)
+    chosen |= {
+        "content of RUN": state_of_model(run),
+        "content of the dense model": state_of_model(options.teacher),
+        "content of the text": state_of(data.local_files("predict")),
+    }
+    unfinished = Unfinished.of(options.save_dir, chosen, restart=options.restart)
     console.print(f"Loading {run} and {options.teacher} …")
     # Its products would be rounded so in any case, and it writes text faster.
     narrow = "bfloat16" if options.precision == "bf16-mixed" else None
@@ -142,24 +173,23 @@ def _distil(run: Path, options: Namespace) -> None:
         learning_rate=options.learning_rate,
     )
     own = "text that the teacher writes"
-    text = f"half {own}, half {', '.join(map(str, options.text))}" if options.text else own
+    text = f"half {own}, half {', '.join(map(str, files))}" if files else own
     console.print(
         f"{data.steps} steps of {options.batch_size} windows of {options.sequence_length} tokens: "
         f"{text}. {_fit(module, options)} If it is interrupted, the same command goes on where it "
         "was."
     )
-    unfinished.begin()
-    result = distil(
-        module,
-        data,
-        options.out,
-        dtype=str(load_config(str(run)).dtype or "float32").removeprefix("torch."),
-        overwrite=options.overwrite,
-        unfinished=unfinished.directory,
-        precision=options.precision,
-        accelerator=options.accelerator,
-    )
-    unfinished.end()
+    with unfinished.begun():
+        result = distil(
+            module,
+            data,
+            options.save_dir,
+            dtype=str(load_config(str(run)).dtype or "float32").removeprefix("torch."),
+            overwrite=options.overwrite,
+            unfinished=unfinished.directory,
+            precision=options.precision,
+            accelerator=options.accelerator,
+        )
     _report(result, options, console)
 
 
@@ -176,7 +206,7 @@ def _fit(module: "Distillation", options: Namespace) -> str:
     if device.type == "cuda" and available is not None:  # both models come there
         models = (module.model, module.teacher.model)
         available -= sum(p.nbytes for model in models for p in model.parameters())
-    if available is None or needed <= available:
+    if available is None or needed <= _SHARE * available:
         return f"Training needs about {needed / 2**30:.1f} GiB beside the two models."
     module.gradient_checkpointing = True
     fewer = needed_memory(module, tokens, options.precision)
@@ -185,7 +215,7 @@ def _fit(module: "Distillation", options: Namespace) -> str:
         f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "
         f"{available / 2**30:.1f} are available."
     )
-    if fewer > available and options.dtype != "bfloat16":
+    if fewer > _SHARE * available and options.dtype != "bfloat16":
         text += " Give `--dtype bfloat16`, or a smaller `--batch-size`."
     return text
 
@@ -210,10 +240,10 @@ def _report(result: "Distilled", options: Namespace, console: Any) -> None:
             perplexity(end.get(f"teacher{text}")),
         )
     console.print(table)
-    out = shlex.quote(str(options.out))
+    out = shlex.quote(str(options.save_dir))
     console.print(
         f"{result.tokens:,} tokens in {result.steps} steps and {result.seconds:.0f} s; the weights "
-        f"are those after step {result.best_step}.\nThe model is in {options.out}. Next:\n"
+        f"are those after step {result.best_step}.\nThe model is in {options.save_dir}. Next:\n"
         f"  mrp-lightning export {out}",
         soft_wrap=True,
     )
@@ -226,7 +256,7 @@ def _parser() -> CommandParser:
     option("--teacher", metavar="MODEL", help="the dense model (default: what RUN was pruned from)")
     text = "files to train on in half of the steps, in the others text of the teacher's own; self "
     text += "for its own alone (default: what RUN was calibrated on); a tenth is held out"
-    option("--text", nargs="+", metavar="FILE", help=text)
+    option("--text", dest="train_files", nargs="+", metavar="FILE", help=text)
     option("--text-column", metavar="NAME", help="the key of the text in .jsonl files and tables")
     text = "the number of tokens to train on (default: 200000)"
     option("--tokens", type=number, default=200_000, metavar="N", help=text)
@@ -243,7 +273,7 @@ def _parser() -> CommandParser:
     text += "than float32, 32-true elsewhere)"
     option("--precision", choices=["32-true", "bf16-mixed"], help=text)
     text = "the directory of the result (default: RUN-distilled)"
-    option("--out", type=Path, metavar="DIR", help=text)
+    option("--out", dest="save_dir", type=Path, metavar="DIR", help=text)
     text = "replace what this package wrote there before"
     option("--overwrite", action="store_true", help=text)
     text = "begin afresh, without the results of an unfinished run"

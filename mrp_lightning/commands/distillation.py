@@ -4,7 +4,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,25 @@ class Distilled:
     seconds: float
 
 
+def state_of_model(model: str | Path) -> list[list[Any]]:
+    """Return the `state_of` the files that decide a model: empty for a hub id."""
+    path = Path(model).expanduser()
+    kinds = ("*.safetensors", "*.bin", "*.gguf", "config.json", "tokenizer.json")
+    return state_of([path, *(file for kind in kinds for file in sorted(path.glob(kind)))])
+
+
+def state_of(files: Iterable[Path]) -> list[list[Any]]:
+    """Return name, size and time of the last change of each file, by which a change is noticed."""
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
 @dataclass(frozen=True)
 class Unfinished:
     """The directory of an unfinished command, `.OUT.distilling`, and the options it began with."""
 
     directory: Path
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # by their names on the command line
 
     @classmethod
     def of(cls, out: Path, options: Mapping[str, Any], *, restart: bool) -> "Unfinished":
@@ -84,22 +98,29 @@ class Unfinished:
         stored = json.loads(record.read_text()) if record.is_file() else wanted
         differing = [name for name in wanted if stored.get(name) != wanted[name]]
         if differing and not restart:
-            listed = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
             raise OptionError(
-                f"{unfinished.directory} holds an unfinished distillation with another {listed}. "
-                "Give the same options to go on with it, `--restart` to begin afresh, or another "
-                "`--out`."
+                f"{unfinished.directory} holds an unfinished distillation with another "
+                f"{', '.join(differing)}. Give the same options to go on with it, `--restart` to "
+                "begin afresh, or another `--out`."
             )
         if restart and unfinished.directory.is_dir():
             shutil.rmtree(unfinished.directory)
         return unfinished
 
-    def begin(self) -> None:
-        """Record the options, once nothing but the work can fail."""
-        save_text(self.directory / "options.json", as_json(self.options))
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Record the options for a context, and remove the directory at its end.
 
-    def end(self) -> None:
-        """Remove the directory."""
+        After an error the directory stays, unless no work was done that the next run could use.
+        """
+        record = self.directory / "options.json"
+        save_text(record, as_json(self.options))
+        try:
+            yield
+        except BaseException:
+            if not any(file.is_file() and file != record for file in self.directory.rglob("*")):
+                shutil.rmtree(self.directory)
+            raise
         shutil.rmtree(self.directory)
 
 
@@ -153,10 +174,11 @@ def distil(
             best,
             *callbacks,
             SaveModel(out, dtype=dtype, overwrite=overwrite),
+            # After each validation, whose step may be the best.
             ModelCheckpoint(
                 last.parent,
                 filename=last.stem,
-                every_n_train_steps=every,
+                save_on_train_epoch_end=False,
                 enable_version_counter=False,
             ),
         ],
@@ -233,13 +255,12 @@ class DistilledPruning:
             raise OptionError(
                 "the model predicts no next token, and distillation trains that prediction. Leave "
                 "it out.",
-                "distill",
+                "tokens",
             )
         self.data(calibration).steps  # noqa: B018  (raises)
 
     def pruning(self) -> PruningCallback:
         """Return the callback that prunes alone; its `report` is there if it is done already."""
-        self.unfinished.begin()
         pruned = self._pruned
         settings = self.prune.settings.without_grids()
         # Distillation gains what the first two do before it; rounding, after it, needs them.
@@ -254,6 +275,10 @@ class DistilledPruning:
     def _pruned(self) -> Path:
         """The directory of the pruning alone."""
         return self.unfinished.directory / "pruned"
+
+    def load(self, directory: Path) -> CausalLM:
+        """Load a result of the steps as the dense model is loaded."""
+        return CausalLM(directory, trust_remote_code=self.teacher["trust_remote_code"])
 
     def finish(self, source: CausalLM, trainer: Trainer, data: DistillationText) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
@@ -278,10 +303,9 @@ class DistilledPruning:
                 precision=precision,
                 accelerator=self.accelerator,
             )
-        model = CausalLM(out)
+        model = self.load(out)
         if is_rounded:
             # The result is one pruning of the dense model; the steps between are not kept.
             model.model.name_or_path = model.model.config.name_or_path = name or ""
             trainer.predict(model, datamodule=data, callbacks=[self.prune])
-        self.unfinished.end()
         return model

@@ -5,7 +5,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,10 +73,16 @@ def main(args: list[str]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 100)
     with interruptible(unclaimed_signals()), parser.options_in_messages():
-        _run(options, settings, out, console)
+        _run(parser, options, settings, out, console)
 
 
-def _run(options: Namespace, settings: "Settings | None", out: Path, console: "Console") -> None:
+def _run(
+    parser: CommandParser,
+    options: Namespace,
+    settings: "Settings | None",
+    out: Path,
+    console: "Console",
+) -> None:
     """Cut the vocabulary, prune, distil, evaluate and convert, as far as the options ask for it."""
     from mrp_lightning.callbacks import PruningCallback
     from mrp_lightning.commands.comparison import cut_words, prune_and_compare
@@ -102,7 +108,7 @@ def _run(options: Namespace, settings: "Settings | None", out: Path, console: "C
     source = {key: values[key] for key in _OF_MODEL}
     text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
     with quiet_lightning(), _from_standard_input(options.train_files) as files:
-        distilled = _distilled(options, callback, output_path(out), files)
+        distilled = _distilled(parser, options, callback, output_path(out), files)
         console.print(f"Loading {options.model} …")
         subject = Subject(
             source, text | {"train_files": files}, options.eval_samples, options.accelerator
@@ -116,7 +122,8 @@ def _run(options: Namespace, settings: "Settings | None", out: Path, console: "C
                 plan_for(subject.model, callback.settings)  # refuses before the cut
             scores = cut_words(subject, options.vocabulary, console)
         if callback is not None:
-            problem = prune_and_compare(subject, callback, distilled, console)
+            with nullcontext() if distilled is None else distilled.unfinished.begun():
+                problem = prune_and_compare(subject, callback, distilled, console)
         else:
             assert isinstance(subject.model, CausalLM)  # else its words cannot be cut
             save_cut(subject.model, out, overwrite=overwrite)
@@ -200,28 +207,38 @@ def _check_vocabulary(options: Namespace) -> None:
         raise OptionError(
             "it keeps the words that a text needs. Give the text by `--text FILE`.", "vocabulary"
         )
-    if options.distill is not None:
+    if options.tokens is not None:
         raise OptionError(
             "the dense model, which it learns from, has all of its words. Cut the vocabulary alone "
             "first (`--vocabulary N --out DIR`), and then prune and distil DIR, whose dense model "
             "has the same words.",
-            "distill",
+            "tokens",
         )
 
 
 def _distilled(
-    options: Namespace, prune: "PruningCallback | None", out: Path, files: Sequence[str] | None
+    parser: CommandParser,
+    options: Namespace,
+    prune: "PruningCallback | None",
+    out: Path,
+    files: Sequence[str] | None,
 ) -> "DistilledPruning | None":
     """Return the pruning with a distillation, if the options have one."""
-    if options.distill is None or prune is None:
+    if options.tokens is None or prune is None:
         return None
-    from mrp_lightning.commands.distillation import DistilledPruning, Unfinished
+    from mrp_lightning.commands.distillation import (
+        DistilledPruning,
+        Unfinished,
+        state_of,
+        state_of_model,
+    )
     from mrp_lightning.solver.patterns import Dense
+    from mrp_lightning.text.documents import expanded
 
     if prune.settings.structure is None and isinstance(prune.settings.recipe.pattern, Dense):
         raise OptionError(
             "it trains what a pruning kept. Give `--sparsity`, `--pattern` or `--structure`, too.",
-            "distill",
+            "tokens",
         )
     is_tuned = prune.settings.target == "dense" or prune.settings.block_tuning is not None
     if is_tuned and not prune.settings.recipe.grids:
@@ -229,16 +246,27 @@ def _distilled(
             "a dense target and tuning, as `--recipe best` has them, gain nothing before a "
             "distillation (lab/results/distillation.md). Leave them out, or give `--bits` or "
             "`--grid`, whose rounding after it gains by them.",
-            "distill",
+            "tokens",
+        )
+    if prune.settings.allocation != "uniform" and prune.settings.recipe.grids:
+        raise OptionError(
+            "its layers have other sparsities, which the rounding after a distillation would not "
+            "keep. Leave out `--distill`, or the bits.",
+            "allocation",
         )
     of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
-    chosen = {name: value for name, value in vars(options).items() if name not in of_result}
+    chosen = parser.by_option(options, vars(options).keys() - of_result - {"named_model"})
+    chosen["content of MODEL"] = state_of_model(options.model)
+    if files and "-" not in options.train_files:
+        paths = expanded({"train_files": [Path(name) for name in files]})["train_files"]
+        chosen["content of the text"] = state_of(paths)
+    of_text = ("text_column", "tokenizer", "seed", "own")
     return DistilledPruning(
         prune,
-        {key: chosen[key] for key in _OF_MODEL},
+        {key: getattr(options, key) for key in _OF_MODEL},
         files,
-        {key: chosen[key] for key in ("text_column", "seed", "own") if chosen[key] is not None},
-        options.distill,
+        {key: value for key in of_text if (value := getattr(options, key)) is not None},
+        options.tokens,
         Unfinished.of(out, chosen, restart=options.restart),
         options.accelerator,
     )
@@ -382,7 +410,7 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     text += "tokens included; alone, nothing is pruned"
     option("--vocabulary", type=number_from(1), metavar="N", help=text)
     text = "then train what is kept on N tokens, as `distill` does: before it is put on few bits"
-    option("--distill", type=number_from(1), metavar="N", help=text)
+    option("--distill", dest="tokens", type=number_from(1), metavar="N", help=text)
     group = parser.add_argument_group("text")
     text = "files, directories or wildcards to calibrate on, or - for standard input, of which a "
     text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "

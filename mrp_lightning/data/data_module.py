@@ -167,7 +167,7 @@ class TextDataModule(LightningDataModule):
         self._is_alone = calibration in CALIBRATION
         of_paper = self._is_alone or (calibration is None and published)
         self.bos: Bos = bos or ("text" if of_paper else "window")
-        self._bos, self._text_column = bos, text_column
+        self._bos, self.text_column = bos, text_column
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.sequence_length = sequence_length or _USUAL_LENGTH
         # A length of the user's is an error if the model cannot read it; the default is reduced.
@@ -271,7 +271,7 @@ class TextDataModule(LightningDataModule):
         sources: dict[str, WindowSource] = {
             SELF: OwnText(self.trainer),
             "train_files": self._files,
-            "dataset": DatasetText(self.dataset, self._text_column),
+            "dataset": DatasetText(self.dataset, self.text_column),
         }
         files, copies = self._files, self.corpora_dir
         sources = {n: sources.get(n) or source_named(n, files, copies) for n in self._shares}
@@ -289,7 +289,7 @@ class TextDataModule(LightningDataModule):
                 else "`evaluation` is needed here. Name published texts."
             )
         if self.dataset is not None and not self._files.of(split):
-            return DatasetText(self.dataset, self._text_column)
+            return DatasetText(self.dataset, self.text_column)
         return self._files if self.train_files or self.eval_files else StandardLibrary()
 
     def _evaluated(self, split: Split) -> dict[str, TextSource]:

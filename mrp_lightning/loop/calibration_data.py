@@ -193,8 +193,8 @@ def describe_data(trainer: Trainer, steps: list[Step], processes: Processes) -> 
     """Describe the calibration data, with `None` for unknown facts; a collective call.
 
     Returns:
-        `samples` and `sequence_length` (the longest) of token ids, and `source`, `files`, `seed`
-        and `bos` of a data module such as `TextDataModule`.
+        `samples` and `sequence_length` (the longest) of token ids, and `source`, `files`,
+        `text_column`, `seed` and `bos` of a data module such as `TextDataModule`.
     """
     own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
     shapes = [shape for process_shapes in processes.all(own_shapes) for shape in process_shapes]
@@ -204,6 +204,7 @@ def describe_data(trainer: Trainer, steps: list[Step], processes: Processes) -> 
     return {
         "source": text and text.calibration_source,
         "files": text and [str(file.absolute()) for file in text.train_files],
+        "text_column": text and text.text_column,
         "samples": sum(samples for samples, _ in shapes) or None,
         "sequence_length": max((length for _, length in shapes), default=None),
         "seed": None if text is None else text.seed,

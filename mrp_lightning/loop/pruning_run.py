@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -354,7 +355,10 @@ class Run:
         model = checkpoint_root(self.module)[1]
         if base_model := getattr(model, "name_or_path", None):
             config["base_model"] = base_model
-            if earlier := pruned_before(base_model):
+            # A model that was distilled is read from another directory than its dense one.
+            source = self.module.hparams.get("model")
+            of_source = pruned_before(source) if isinstance(source, str | Path) else []
+            if earlier := pruned_before(base_model) or of_source:
                 provenance["pruned_before"] = earlier
         if self._vocabulary:
             config["vocabulary"] = self._vocabulary["kept"]
@@ -374,7 +378,7 @@ class Run:
         if self.report.narrowed:
             self._log_narrowed()
             return
-        if totals["already_pruned"]:
+        if totals["already_pruned"] and not recipe.grids:
             log.warning(
                 "%d of %d layers already had the pattern %s: little or nothing was removed there.",
                 *(totals["already_pruned"], totals["layers"], recipe.pattern),

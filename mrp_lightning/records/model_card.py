@@ -262,7 +262,12 @@ def _zeros_before(report: PruningReport) -> str | None:
     zeros, prunings = report.totals.get("zeros_before"), report.provenance.get("pruned_before", [])
     if not zeros and not prunings:
         return None
-    kinds = [_kind(x) + (f" by {x['method']}" if "method" in x else "") for x in prunings]
+    kinds = [
+        _kind(x)
+        + (f" by {x['method']}" if "method" in x else "")
+        + (f" and trained for {x['trained']:,} steps" if "trained" in x else "")
+        for x in prunings
+    ]
     methods = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
     return f"- zero before: {zeros or 0:.2%} of them{methods}; the error is against those weights"
 

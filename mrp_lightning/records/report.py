@@ -245,6 +245,8 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     keys = ("method", "structure", "sparsity", "pattern", "bits", "head_grid", "vocabulary")
     settings = {key: report.config.get(key) for key in keys}
     own = {key: value for key, value in settings.items() if value is not None}
+    if trained := report.provenance.get("trained"):
+        own["trained"] = trained["steps"]
     earlier = report.provenance.get("pruned_before")
     known = earlier if isinstance(earlier, list) else []
     return [*(x for x in known if isinstance(x, dict)), own]

@@ -392,6 +392,7 @@ def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, t
     assert found["data"] == {
         "source": "text.txt",
         "files": [str(tmp_path / "text.txt")],
+        "text_column": "text",
         "samples": 3,
         "sequence_length": 24,
         "seed": 7,
@@ -401,7 +402,8 @@ def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, t
     callback = PruningCallback(method="magnitude", pattern="2:4")
     Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=callback)
     found = callback.report.provenance["data"]
-    own = dict.fromkeys(("source", "files", "seed", "bos")) | {"samples": 8, "sequence_length": 16}
+    of_text = ("source", "files", "text_column", "seed", "bos")
+    own = dict.fromkeys(of_text) | {"samples": 8, "sequence_length": 16}
     assert found == own
     trainer, module = Trainer(**quiet), CausalLM(tiny_llama)
     trainer.predict(module, datamodule=data)  # which the trainer remembers

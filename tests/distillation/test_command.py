@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
@@ -85,6 +85,53 @@ def test_an_interrupted_run_ends_with_the_same_bits(run, monkeypatch):
     assert 0 < len(taken) < 10  # it went on
     one, other = weights(run.with_name("whole")), weights(run.with_name("resumed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_ends_within_a_validation_has_the_same_best_step(run, monkeypatch):
+    """The best step is an early one: a stop before or after it was measured must not lose it."""
+    rate = ["--learning-rate=0.3", "--tokens=1280"]  # 10 steps, of which later ones do harm
+    main(["distill", str(run), *SMALL, *rate, "--out", str(run.with_name("whole"))])
+    whole = json.loads((run.with_name("whole") / "distillation.json").read_text())
+    assert 0 < whole["best_step"] < whole["steps"]
+    validate = Distillation.validation_step
+
+    def interrupted(self, *arguments):
+        if self.global_step == whole["best_step"]:
+            raise RuntimeError("the power is gone")
+        return validate(self, *arguments)
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    for name, place, stop in (
+        ("validation", (Distillation, "validation_step"), interrupted),
+        ("saving", (distillation.SaveModel, "on_fit_end"), full),
+    ):
+        out = run.with_name(name)
+        again = ["distill", str(run), *SMALL, *rate, "--out", str(out)]
+        with monkeypatch.context() as patched:
+            patched.setattr(*place, stop)
+            with pytest.raises((RuntimeError, SystemExit)):
+                main(again)
+        main(again)
+        resumed = json.loads((out / "distillation.json").read_text())
+        assert resumed["best_step"] == whole["best_step"]
+        assert resumed["end"] == whole["end"]
+        one, other = weights(run.with_name("whole")), weights(out)
+        assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_an_unfinished_run_of_other_weights_is_not_gone_on_with(run, monkeypatch, capsys):
+    def interrupted(*_):
+        raise RuntimeError("the power is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Distillation, "training_step", interrupted)
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            main(["distill", str(run), *SMALL])
+    stored = load_file(run / "model.safetensors")
+    save_file({n: w + 1 for n, w in stored.items()}, run / "model.safetensors", {"format": "pt"})
+    assert "with another content of RUN" in refusal([str(run), *SMALL], capsys)
 
 
 def test_its_text_is_by_default_the_pruning_s(run, tmp_path, monkeypatch, capsys):
@@ -182,17 +229,25 @@ def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     report = json.loads((run / "pruning_report.json").read_text())
     report["config"]["base_model"] = str(run.with_name("moved"))
     (run / "pruning_report.json").write_text(json.dumps(report))
-    assert re.search("`teacher`: the dense model of .* is not there:", refusal([str(run)], capsys))
+    assert re.search("`--teacher`: the dense model .* is not there:", refusal([str(run)], capsys))
     report["config"]["bits"] = 4
     (run / "pruning_report.json").write_text(json.dumps(report))
     assert "on a grid of few bits" in refusal([str(run), *SMALL], capsys)
+    assert "finite rate > 0" in refusal([str(run), *SMALL, "--learning-rate=nan"], capsys)
+    assert "`--text`" in refusal([str(run), *SMALL, "--text=none.txt"], capsys)
+    report["config"].update(bits=None, base_model=str(tiny_llama))
+    (run / "pruning_report.json").write_text(json.dumps(report))
+    assert "`--accelerator`" in refusal([str(run), *SMALL, "--accelerator=none"], capsys)
+    # It shows when the models are loaded, and leaves nothing that would refuse the right command.
+    long = [str(run), *SMALL, "--sequence-length=9999", "--tokens=99990", "--batch-size=1"]
+    assert "positions" in refusal(long, capsys)
     assert sorted(path.name for path in run.parent.iterdir()) == ["half"]
 
 
 def test_an_unfinished_run_of_other_options_is_named(run, capsys):
     directory = run.with_name(".half-distilled.distilling")
     directory.mkdir()
-    (directory / "options.json").write_text(json.dumps({"tokens": 1}))
+    (directory / "options.json").write_text(json.dumps({"--tokens": 1}))
     assert "an unfinished distillation with another" in refusal([str(run), *SMALL], capsys)
     main(["distill", str(run), *SMALL, "--restart"])
     assert run.with_name("half-distilled").is_dir()
@@ -201,8 +256,7 @@ def test_an_unfinished_run_of_other_options_is_named(run, capsys):
 def test_a_restart_removes_an_unfinished_run_of_the_same_options_too(tmp_path):
     options, out = {"tokens": 2}, tmp_path / "out"
     begun = Unfinished.of(out, options, restart=False)
-    begun.begin()
-    (begun.directory / "training").mkdir()
+    (begun.directory / "training").mkdir(parents=True)
     assert (Unfinished.of(out, options, restart=False).directory / "training").is_dir()
     Unfinished.of(out, options, restart=True)
     assert not begun.directory.exists()
@@ -252,6 +306,11 @@ def test_a_pruning_distils_before_it_rounds(
     assert {layer["tokens"] for step in (first, report) for layer in step["layers"]} == {4 * 32}
     assert caplog.text.count("of the model's own text in") == 1
     assert report["config"]["base_model"] == str(tiny_llama)
+    if bits:  # of the pruning that was put on a grid
+        (earlier,) = report["provenance"]["pruned_before"]
+        assert earlier == {"method": "JM", "pattern": "2:4", "trained": 10}
+        assert "already had the pattern" not in caplog.text
+        assert "by JM and trained for 10 steps" in (out / "README.md").read_text()
     assert (report["config"]["pattern"], report["config"]["bits"]) == ("2:4", 4 if bits else None)
     # The weights that are trained next are nearly at the optimum, those of the result are.
     tolerances = [step["config"]["tolerance"] for step in (first, report)]
@@ -290,3 +349,22 @@ def test_bits_alone_are_not_distilled(tiny_llama, capsys):
     with pytest.raises(SystemExit):
         main(["prune", str(tiny_llama), "--bits=4", "--distill=640"])
     assert "trains what a pruning kept" in capsys.readouterr().err
+
+
+def test_an_allocation_is_not_rounded_after_a_distillation(tiny_llama, capsys):
+    prune = ["prune", str(tiny_llama), "--sparsity=0.5", "--allocation=output", "--bits=4"]
+    with pytest.raises(SystemExit):
+        main([*prune, "--distill=640"])
+    assert "`--allocation`: its layers have other sparsities" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_ones_own_serves_all_steps(tiny_llama, tmp_path):
+    bare = shutil.copytree(tiny_llama, tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(map(str, range(9999))))
+    prune = ["prune", str(bare), "--tokenizer", str(tiny_llama), "--pattern=2:4", "--distill=640"]
+    prune += [f"--text={text}", "--sequence-length=32", "--num-samples=4", "--eval-samples=2"]
+    main([*prune, "--accelerator=cpu", f"--out={tmp_path / 'out'}"])
+    assert (tmp_path / "out" / "distillation.json").is_file()
