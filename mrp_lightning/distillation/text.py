@@ -239,8 +239,8 @@ def _split(
         return source.draw(cutter, count, seed), source.windows(cutter, "validation", held).ids
     drawn = source.draw(cutter, count + held, seed)
     is_held = torch.zeros(len(drawn), dtype=torch.bool)
-    is_held[:: max(1, len(drawn) // held)] = True
-    return drawn[~is_held], drawn[is_held][:held]
+    is_held[torch.arange(held) * len(drawn) // held] = True
+    return drawn[~is_held], drawn[is_held]
 
 
 @rank_zero_only

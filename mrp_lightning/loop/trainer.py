@@ -2,12 +2,14 @@
 
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -30,6 +32,7 @@ from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoi
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.storage.files import move_durably
 from mrp_lightning.upstream.other_names import in_order, unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
 
@@ -196,8 +199,26 @@ _OF_LAUNCHER = ".temp.ckpt"
 class TensorsOnly(TorchCheckpointIO):
     """Load only tensors and plain containers from checkpoints, unless `weights_only` is false.
 
-    Lightning itself would unpickle a checkpoint from a URL completely, code included.
+    Lightning itself would unpickle a checkpoint from a URL completely, code included. It also holds
+    a file twice in memory before it writes it, where a training nearly fills the memory.
     """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint to a local file, which appears when it is complete, or to a URL."""
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.part")
+        try:
+            torch.save(checkpoint, part)
+            move_durably(part, file)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
     def load_checkpoint(
         self,
@@ -208,7 +229,11 @@ class TensorsOnly(TorchCheckpointIO):
         """Load a checkpoint; see `explained_checkpoint`. `weights_only` is true if it is `None`."""
         weights_only = weights_only is not False
         with explained_checkpoint(path, weights_only=weights_only):
-            content = super().load_checkpoint(path, map_location, weights_only)
+            if isinstance(path, str | Path) and zipfile.is_zipfile(path):
+                # Its pages are read when they are copied, not into memory beside the copies.
+                content = torch.load(path, map_location, weights_only=weights_only, mmap=True)
+            else:
+                content = super().load_checkpoint(path, map_location, weights_only)
             if Path(str(path)).name == _OF_LAUNCHER:
                 return content
             if reason := why_no_checkpoint(content):

@@ -315,6 +315,16 @@ def words(tmp_path):
     return file
 
 
+@pytest.mark.parametrize("count", [20, 25, 31, 98])
+def test_as_many_windows_are_trained_on_as_are_asked_for(pair, count):
+    data = DistillationText(tokens=count * 8, sequence_length=8, batch_size=1)
+    assert {name: len(windows) for name, windows in drawn(pair, data).items()} == {
+        "trained/own": count,
+        "held-out/own": max(1, count // 10),
+    }
+    assert data.steps == count
+
+
 def test_no_held_out_token_of_a_named_file_is_trained_on(pair, words):
     windows = drawn(pair, own_text(calibration=str(words)))
     trained = {tuple(r.tolist()) for r in windows[f"trained/{words}"].unfold(1, 8, 1).flatten(0, 1)}

@@ -1,4 +1,6 @@
-"""The Trainer's arguments."""
+"""The Trainer's arguments and its checkpoints."""
+
+import tracemalloc
 
 import families
 import pytest
@@ -17,6 +19,7 @@ from transformers import (
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import DataError
+from mrp_lightning.loop.trainer import TensorsOnly
 
 OTHER = {"__module__": "pytorch_lightning.core"}
 """What makes a class one of the other package, which need not be installed here."""
@@ -163,3 +166,32 @@ def test_a_path_is_loaded(trainer, tiny_llama):
     assert torch.equal(by_path[0], by_model[0])
     with pytest.raises(TypeError, match="`model` must be a LightningModule, .* got int"):
         trainer.predict(3, DataLoader(ids, batch_size=2))
+
+
+def test_a_checkpoint_is_not_held_in_memory_beside_its_content(tmp_path):
+    """Lightning's own has it in memory twice before it writes a byte."""
+    content = {"state_dict": {"weight": torch.zeros(2**25)}}  # 128 MiB
+    file = tmp_path / "new" / "last.ckpt"
+    tracemalloc.start()
+    try:
+        TensorsOnly().save_checkpoint(content, file)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert [path.name for path in file.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(tmp_path, monkeypatch):
+    io, file = TensorsOnly(), tmp_path / "last.ckpt"
+    io.save_checkpoint({"state_dict": {}, "global_step": 1}, file)
+    save = torch.save
+
+    def full(content, path):
+        save(content, path)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        io.save_checkpoint({"state_dict": {}, "global_step": 2}, file)
+    assert torch.load(file)["global_step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
