@@ -1,5 +1,6 @@
 """The parser of YAML files and of arguments of classes: jsonargparse's, and stricter YAML."""
 
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
 set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
 
 _SUFFIXES = (".yaml", ".yml", ".json")
+_OF_CLASS = re.compile(r"\n( *)- (Problem with given class_path .*(?:\n\1  .*)*)")
 
 
 class Parser(ArgumentParser):
@@ -45,10 +47,13 @@ class Parser(ArgumentParser):
             raise OptionError(f"{files}, or a file named there, is no UTF-8: {error}.") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise an `OptionError` with jsonargparse's message."""
+        """Raise an `OptionError` with jsonargparse's message in a line."""
         if not self.exit_on_error:  # an inner parser, whose outer parser reports
             super().error(message, ex)
-        raise OptionError(message) from ex
+        # It lists what each type of a value says of it; if a class was named, its own word counts.
+        if of_class := _OF_CLASS.search(message):
+            message = f"{message.splitlines()[0]} {of_class[2]}"
+        raise OptionError(" ".join(message.split())) from ex
 
 
 class _StrictLoader(yaml.SafeLoader):

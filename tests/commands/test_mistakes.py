@@ -49,7 +49,7 @@ def without_weights(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def said(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The message that ends the command."""
+    """The message that ends the command, in a line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(args)
@@ -57,7 +57,8 @@ def said(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     assert shown.count("error: ") == 1
-    return shown[shown.index("error: ") :].rstrip()
+    (line,) = shown[shown.index("error: ") :].splitlines()
+    return line
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_predict_with_nothing_that_prunes(options, arguments, without_weights, c
     ("yaml", "wrong"),
     [
         ("data: {num_sample: 3}", "num_sample"),
-        ("data: {num_samples: many}", "many"),
+        ("data: {num_samples: many}", "key \"data.num_samples\": Expected a <class 'int'>"),
         ("dta: {num_samples: 3}", "dta"),
         ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback"),
         (
