@@ -14,12 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.commands.parser import Parser, is_name, keys_given
-from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.data.data_module import TextDataModule, paths_of
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
+from mrp_lightning.storage.outputs import check_output_dir
+from mrp_lightning.text.documents import expanded
 from mrp_lightning.text.mixture import ONE_TEXT, exclusive_keys
 from mrp_lightning.upstream.other_names import spawns_workers, take_alone
 
@@ -132,19 +134,23 @@ class PruningCLI(LightningCLI):
         return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
     def before_instantiate_classes(self) -> None:
-        """Check, before a model is loaded, that `predict` would save a result; keep the last text.
+        """Check, before a model is loaded, that `predict` can save a result; keep the last text.
 
-        It raises an OptionError if it would not, if this machine lacks the accelerator, or if one
-        file, or the command line, gives several texts.
+        It raises an OptionError if nothing would be saved, if this machine lacks the accelerator,
+        or if one file, or the command line, gives several texts; a FileExistsError if the result
+        may not be written; and a MissingFileError if files of text do not exist.
+        `check_output_dir` raises more.
         """
         require_accelerator(self._value("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
             self._require_result()
-        if type(self._value("data")) is Namespace and "class_path" not in self._value("data"):
-            self._choose_text(self._value("data"))
+        data = self._value("data")
+        if type(data) is Namespace and "class_path" not in data:
+            self._choose_text(data)
+            expanded({key: paths_of(data.get(key)) for key in ("train_files", "eval_files")})
 
     def _require_result(self) -> None:
-        """Raise for a `predict` without callbacks, or with one that discards the pruned model."""
+        """Raise for a `predict` without callbacks, or whose pruned model would not be saved."""
         trainer = self._value("trainer")
         if not trainer.callbacks:
             raise OptionError(_NO_PRUNING)
@@ -155,12 +161,16 @@ class PruningCLI(LightningCLI):
             # The configuration holds paths of classes, not classes, so that a callback that prunes
             # is recognised by its arguments.
             prunes = {"sparsity", "pattern", "save_dir"} <= {*arguments.keys()}
-            if prunes and arguments["save_dir"] is None and not trainer.fast_dev_run:
+            if not prunes or trainer.fast_dev_run:
+                continue
+            if arguments["save_dir"] is None:
                 raise OptionError(
                     "`trainer.callbacks.save_dir`: `predict` would prune the model and keep "
                     "nothing of it. Add `--trainer.callbacks.save_dir=DIR`, or "
                     "`--trainer.fast_dev_run=true` to try it out."
                 )
+            if not arguments.get("overwrite"):  # the checksums of what is replaced are read later
+                check_output_dir(arguments["save_dir"])
 
     def _choose_text(self, data: Namespace) -> None:
         """Let the last text override those of earlier files, as for any other option.

@@ -146,12 +146,10 @@ def command_named(name: str) -> Callable[[list[str]], None]:
 
 
 def _run_lightning(command: str, args: list[str] | None) -> None:
-    with extra("cli", "This command"):
-        from mrp_lightning.commands.first_checks import check_words
-    check_words(command, (sys.argv[1:] if args is None else args)[1:])
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from mrp_lightning.commands.lightning_cli import PruningCLI
+    with extra("cli", "This command"):
+        from mrp_lightning.commands.lightning_cli import PruningCLI
     from mrp_lightning.environment import without_bars
     from mrp_lightning.signals import interruptible, unclaimed_signals
 

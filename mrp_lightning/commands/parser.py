@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader, set_parsing_settings
@@ -95,27 +95,13 @@ def is_name(value: str) -> bool:
     return bool(value) and not value.endswith(_SUFFIXES) and not value.lstrip().startswith("{")
 
 
-class Given(NamedTuple):
-    """A value of a command line, or of a file that it names.
+def keys_given(args: Sequence[str], group: str) -> list[tuple[str, str]]:
+    """List the keys of a group of options that a command line and its files give, in their order.
 
-    Attributes:
-        origin: The name of the file, or empty for a value of the command line itself.
-        key: The name of a group, a dot, and the name in that group with all that follows but
-            `init_args`, such as `data.num_samples`; or a name without a group.
-        value: The value in YAML, or the word of the command line.
+    Each stands beside its origin: the name of a file, or "" for the command line itself. Of nested
+    keys the first counts. jsonargparse reads the files later, and reports what is wrong with them.
     """
-
-    origin: str
-    key: str
-    value: Any
-
-
-def values_given(args: Sequence[str]) -> list[Given]:
-    """List the values of a command line and of the files that it names, in their order.
-
-    jsonargparse reads the files later, and reports what is wrong with them.
-    """
-    values: list[Given] = []
+    keys: list[tuple[str, str]] = []
     # A value may follow `=` or be the next word.
     for word, following in zip_longest(args, args[1:], fillvalue=""):
         name, equals, value = word.partition("=")
@@ -123,28 +109,23 @@ def values_given(args: Sequence[str]) -> list[Given]:
         with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
             if name in ("--config", "-c"):
                 content = load_yaml(Path(value).read_text("utf-8"))
-                for group, section in content.items() if isinstance(content, dict) else ():
-                    values += _values_of(str(group), section, value)
+                for key, section in content.items() if isinstance(content, dict) else ():
+                    keys += _keys_of(group, str(key), section, value)
             elif name.startswith("--"):
-                values += _values_of(name.removeprefix("--"), value, "")
-    return values
+                keys += _keys_of(group, name.removeprefix("--"), value, "")
+    return keys
 
 
-def _values_of(key: str, value: Any, origin: str) -> list[Given]:
-    """List the values of a group, which may be YAML or a file relative to its origin; or one."""
-    if "." in key:
-        return [Given(origin, key.replace(".init_args.", "."), value)]
+def _keys_of(group: str, name: str, value: Any, origin: str) -> list[tuple[str, str]]:
+    """List the keys of one value, which may be YAML or a file relative to its origin."""
+    first, *rest = name.replace(".init_args.", ".").split(".")
+    if first != group:
+        return []
+    if rest:
+        return [(origin, rest[0])]
     if isinstance(value, str) and value.endswith(_SUFFIXES):
         origin = str(Path(origin).parent / value)
         value = load_yaml(Path(origin).read_text("utf-8"))
     elif isinstance(value, str) and not is_name(value):
         value = load_yaml(value)
-    if isinstance(value, dict):
-        return [Given(origin, f"{key}.{name}", each) for name, each in value.items()]
-    return [Given(origin, key, value)]
-
-
-def keys_given(args: Sequence[str], group: str) -> list[tuple[str, str]]:
-    """List the keys of a group of options, each with its origin, in the order of a command line."""
-    split = [(origin, key.split(".")) for origin, key, _ in values_given(args)]
-    return [(origin, names[1]) for origin, names in split if names[0] == group and names[1:]]
+    return [(origin, str(key)) for key in value] if isinstance(value, dict) else []

@@ -142,7 +142,7 @@ class TextDataModule(LightningDataModule):
             if count < few
         ]:
             raise OptionError(" ".join(mistakes))
-        self.train_files, self.eval_files = _paths(train_files), _paths(eval_files)
+        self.train_files, self.eval_files = paths_of(train_files), paths_of(eval_files)
         self.dataset, self.calibration = dataset, calibration
         self.evaluation = texts_by_name(evaluation)
         self._shares = None if calibration is None else shares_of(calibration)
@@ -415,6 +415,7 @@ def _joined(message: dict[str, Any]) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
-def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:
+def paths_of(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:
+    """Return the paths in `train_files` or `eval_files`: none, one or several."""
     files = [files] if isinstance(files, str | os.PathLike) else files or []
     return tuple(Path(file).expanduser() for file in files)

@@ -1,19 +1,13 @@
 """What a process imports first decides how Python reads its types."""
 
 import json
-import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
-from inspect import signature
 from pathlib import Path
 
-import pytest
-
-from mrp_lightning.commands import first_checks
 from mrp_lightning.commands import main as command_line
-from mrp_lightning.commands.lightning_cli import PruningCLI
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.environment import _PACKAGES
 
@@ -69,21 +63,6 @@ _ABSENT = {
     "`--out` names a file that ends in .gguf": ["gguf", "full", "--out=x"],
     "`DIR`: there is no directory": ["generate", "absent", "--prompt=a"],
     "`--compare`: there is no directory": ["generate", "full", "--prompt=a", "--compare=absent"],
-    "`--config`: there is no file absent.yaml": ["predict", "--config=absent.yaml"],
-    "`train_files`: no such file: of_yaml.txt.": ["predict", "--config=text.yaml"],
-    "`eval_files`: no such file: absent_too.txt": ["test", "--data.eval_files", "absent_too.txt"],
-    "`data.num_smples` in .*misspelt.yaml: .* `num_samples`": ["predict", "--config=misspelt.yaml"],
-    "there is no `dta`": ["fit", "--config=misspelt.yaml"],
-    "MRPCallback has no argument `patern`": ["predict", "--config", "misspelt.yaml"],
-    "`--trainer.acelerator`: .* `accelerator`": ["test", "--trainer.acelerator=cpu"],
-    "`model`: there is no directory ./absent ": ["predict", "--model=./absent"],
-    "there is no file of_yaml.gguf": ["predict", "--config=model.yaml"],
-    "`ckpt_path`: there is no file absent.ckpt": ["test", "--ckpt_path=absent.ckpt"],
-    "`corpora_dir`: there is no directory absent": ["test", "--data.corpora_dir", "absent"],
-    "`save_dir`: .*full exists and is not empty": ["predict", "--config=saved.yaml"],
-    "`save_dir` .*short.txt is a file": [
-        *("predict", "--config=saved.yaml", "--trainer.callbacks.init_args.save_dir=short.txt"),
-    ],
 }
 """Commands that name what is not there, or too short, or in the way, by their message."""
 _COMMANDS = [
@@ -93,14 +72,6 @@ _COMMANDS = [
     *_ABSENT.values(),
 ]
 """Command lines that end in 0.3 s; torch alone takes more than one."""
-_PRUNING = "[{class_path: callbacks.MRPCallback, init_args: {%s}}]"
-_CONFIGS = {
-    "text": "data: {train_files: [of_yaml.txt]}",
-    "model": "model: of_yaml.gguf",
-    "misspelt": "data: {num_smples: 3}\ndta: 1\ntrainer: {callbacks: "
-    f"{_PRUNING % 'patern: 1'}}}",
-    "saved": f"trainer: {{callbacks: {_PRUNING % 'sparsity: 0.5, save_dir: full'}}}",
-}
 _RUN = """
 import json, sys
 from mrp_lightning.commands.main import main
@@ -120,8 +91,6 @@ def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need(tmp_path):
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "short.txt").write_text("two words and\n")
     (tmp_path / "full.jsonl").write_text("[]\n")
-    for name, content in _CONFIGS.items():
-        (tmp_path / f"{name}.yaml").write_text(content)
     command = [sys.executable, "-c", _RUN, json.dumps(_COMMANDS)]
     options = {"capture_output": True, "text": True, "check": True, "cwd": tmp_path}
     ended = subprocess.run(command, **options)
@@ -133,28 +102,6 @@ def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need(tmp_path):
     for message in _ABSENT:
         assert re.search(message, ended.stderr), (message, ended.stderr)
     assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("command", first_checks.NAMES)
-def test_the_names_that_are_known_without_torch_are_those_of_the_classes(command):
-    class Parsed(PruningCLI.of(command)):
-        def before_instantiate_classes(self):
-            pass
-
-        def instantiate_classes(self):
-            pass
-
-        def _run_subcommand(self, _):
-            pass
-
-    keys = {*vars(Parsed([command, "--model=none"]).config[command])}
-    if command == "fit":  # without these LightningCLI has no default for either
-        keys |= {"optimizer", "lr_scheduler"}
-    assert {*first_checks.NAMES[command]} == keys | {"print_config"}
-    for group, path in first_checks._CLASSES.items():
-        classes = [pkgutil.resolve_name(each) for each in path]
-        real = {name for each in classes for name in signature(each).parameters}
-        assert {*first_checks._arguments(group)} == real - {"settings", "kwargs"}
 
 
 _WITHOUT = """

@@ -100,9 +100,10 @@ def test_a_mistake_in_yaml(yaml, wrong, arguments, tmp_path, capsys):
     ("option", "meant"),
     [
         ("--data.num_samples=many", "many"),
-        ("--data.num=3", "--data.num`"),  # options are not abbreviated
+        ("--data.num=3", "arguments: --data.num=3"),  # options are not abbreviated
         ("--pattern=2:4", "--pattern"),
         ("--config=none.yaml", "none.yaml"),
+        ("--trainer.acelerator=cpu", "--trainer.acelerator"),
         ("run.yaml", "run.yaml"),
         ("--trainer.limit_predict_batches=-1", "limit_predict_batches"),
     ],
@@ -291,6 +292,31 @@ def test_what_is_pruned_for_nothing_is_refused_before_a_model_is_loaded(
     assert "`--trainer.callbacks.save_dir=DIR`" in said([*arguments, *callback], capsys)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--data.train_files=[absent.txt, b.txt]", "`train_files`: no such file: absent.txt; .* b"),
+        ("--data.eval_files=absent.txt", "`eval_files`: no such file: absent.txt."),
+        ("--trainer.callbacks.save_dir=full", "`save_dir`: .*full exists and is not empty"),
+        ("--trainer.callbacks.save_dir=full/mine.txt", "`save_dir` .*mine.txt is a file"),
+        ("--model.model=./absent", "`model`: there is no directory ./absent in "),
+        ("--model.model=absent.gguf", "`model`: there is no file absent.gguf"),
+    ],
+)
+def test_what_is_absent_or_in_the_way_is_refused_before_a_model_is_loaded(
+    option, message, arguments, without_weights, capsys, monkeypatch
+):
+    monkeypatch.chdir(without_weights)
+    Path("full").mkdir()
+    Path("full/mine.txt").write_text("mine")
+    callback = [*CALLBACK, "--trainer.callbacks.save_dir=out", f"--model.model={without_weights}"]
+    assert re.search(message, said([*arguments, *callback, option], capsys))
+
+
+def test_a_lightning_checkpoint_that_is_absent(arguments, capsys):
+    assert "absent.ckpt" in said(["test", *arguments[1:], "--ckpt_path=absent.ckpt"], capsys)
+
+
 @pytest.mark.parametrize("name", ["callbacks.MRPCallback", "MRPCallback"])
 def test_to_try_a_pruning_out_needs_no_directory(name, arguments, tmp_path):
     callback = {"class_path": name, "init_args": {"pattern": "2:4"}}
@@ -309,7 +335,8 @@ def test_a_callback_without_a_pattern_is_explained_in_a_line(arguments, tmp_path
 
 def test_a_group_of_options_is_longer_than_the_name_of_a_file(arguments, capsys):
     data = {"train_files": ["a" * 200 + ".txt"] * 3}
-    line = said([*arguments[:2], *CALLBACK, f"--data={json.dumps(data)}"], capsys)
+    options = [*CALLBACK, "--trainer.callbacks.save_dir=out", f"--data={json.dumps(data)}"]
+    line = said([*arguments[:2], *options], capsys)
     assert "no such file: aaa" in line  # the group of options is read
 
 
