@@ -63,7 +63,7 @@ class ProcessError(RuntimeError):
 
 
 class DependencyError(ImportError):
-    """A required package is not installed, or another package of the same name hides it."""
+    """A required package is not installed."""
 
 
 class NumericalWarning(UserWarning):

@@ -5,16 +5,14 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import ModuleType
 
 from mrp_lightning.commands.command import exit_on_mistake, nearest
 from mrp_lightning.environment import __version__, extra
-from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
+from mrp_lightning.errors import MISTAKE, OptionError, ended_by
 
 _OF_LIGHTNING = {
     "predict": "prune a model with all options, by Lightning's command line",
@@ -118,10 +116,10 @@ def command_module(name: str) -> ModuleType:
     """Return the module of one of this package's own commands.
 
     Raises:
-        DependencyError: A user's folder hides the package of the command, or an extra is missing.
+        DependencyError: An extra is missing.
     """
     module, _ = _COMMANDS[name]
-    with extra("cli", f"`{name}`"), _explained_hiding(module):
+    with extra("cli", f"`{name}`"):
         return import_module(module)
 
 
@@ -160,22 +158,3 @@ def _run_lightning(command: str, args: list[str] | None) -> None:
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"Lightning refuses this configuration: {reason}") from error
-
-
-@contextmanager
-def _explained_hiding(module: str) -> Iterator[None]:
-    """Explain an import error of a module whose package a user's folder hides.
-
-    `python -m` searches the working directory first, and `export` is an ordinary name.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        package = module.partition(".")[0]
-        raise DependencyError(
-            f"{error}: a folder or file `{package}` in {Path.cwd()} hides the package of "
-            "mrp-lightning, because `python -m` looks there first. Start it as "
-            "`mrp-lightning …` or `python -P -m mrp_lightning …`, or rename your folder or file."
-        ) from error

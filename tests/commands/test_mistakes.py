@@ -1,10 +1,8 @@
 """What the command line says of a mistake: the cause and the next step, with status 2."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -24,7 +22,6 @@ from mrp_lightning import CausalLM
 from mrp_lightning.commands.main import main
 from mrp_lightning.environment import without_bars
 
-ROOT = Path(__file__).parents[2]
 CALLBACK = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
 
 
@@ -242,24 +239,6 @@ def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
     _, theirs, ours = shown.split("error: ")
     assert "callbacks.MRPCallback" in theirs
     assert "`--trainer.callbacks.save_dir=DIR`" in ours
-
-
-@pytest.mark.parametrize("file", ["export/__init__.py", "export.py"])
-def test_a_folder_that_hides_a_package(file, tmp_path):
-    hiding = tmp_path / file
-    hiding.parent.mkdir(exist_ok=True)
-    hiding.write_text("")
-    python = [sys.executable, "-m", "mrp_lightning", "export", "--help"]
-    options = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120}
-    options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(python, **options)
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert f"a folder or file `export` in {tmp_path} hides" in line
-    assert "mrp-lightning" in line
-    assert "python -P -m mrp_lightning" in line
-    python.insert(1, "-P")
-    assert subprocess.run(python, **options).returncode == 0
 
 
 @pytest.mark.parametrize(
