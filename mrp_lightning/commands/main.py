@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
 from types import ModuleType
 
 from mrp_lightning.commands.command import exit_on_mistake, nearest
@@ -39,9 +38,6 @@ _COMMANDS = {
     "generate": ("export.generate", "let a packed or dense model write, and report its speed"),
 }
 """The module whose `main` is a command, imported when the command is run, and its help text."""
-
-GROUP = "mrp_lightning.commands"
-"""Group of entry points by which other packages add a command: its `main(args)`."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -91,9 +87,7 @@ def _run(words: list[str], args: list[str] | None) -> None:
 
 def _help() -> str:
     """Return the list of commands, without importing any of them."""
-    plugins = {point.name: point.value for point in entry_points(group=GROUP)}
-    own = {name: does for name, (_, does) in _COMMANDS.items()}
-    commands = {**own, **_OF_LIGHTNING, **plugins}
+    commands = {name: does for name, (_, does) in _COMMANDS.items()} | _OF_LIGHTNING
     lines = [f"  {name:10}{does}" for name, does in commands.items()]
     return "\n".join(
         [
@@ -113,7 +107,7 @@ def _help() -> str:
 
 
 def command_module(name: str) -> ModuleType:
-    """Return the module of one of this package's own commands.
+    """Return the module of a command other than LightningCLI's.
 
     Raises:
         DependencyError: An extra is missing.
@@ -130,17 +124,11 @@ def command_named(name: str) -> Callable[[list[str]], None]:
         DependencyError: See `command_module`.
         OptionError: There is no such command.
     """
-    main: Callable[[list[str]], None]
-    if name in _COMMANDS:
-        main = command_module(name).main
-        return main
-    # Plugins come after the package's own commands, so that none can replace one of these.
-    plugins = entry_points(group=GROUP)
-    for plugin in plugins.select(name=name):
-        main = plugin.load()
-        return main
-    commands = [*_COMMANDS, *_OF_LIGHTNING, *plugins.names]
-    raise OptionError(f"there is no command `{name}`. {nearest(name, commands)}")
+    if name not in _COMMANDS:
+        commands = [*_COMMANDS, *_OF_LIGHTNING]
+        raise OptionError(f"there is no command `{name}`. {nearest(name, commands)}")
+    main: Callable[[list[str]], None] = command_module(name).main
+    return main
 
 
 def _run_lightning(command: str, args: list[str] | None) -> None:

@@ -4,9 +4,7 @@ import json
 import re
 import shutil
 import sys
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import warm
@@ -17,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import mrp_lightning
-import mrp_lightning.commands.main as command_line
 from mrp_lightning import CausalLM
 from mrp_lightning.commands.main import main
 from mrp_lightning.environment import without_bars
@@ -250,17 +247,6 @@ def test_the_commands_of_export_are_commands(command, option, capsys):
         main([command, "--help"])
     assert stop.value.code == 0
     assert option in capsys.readouterr().out
-
-
-def test_other_packages_add_commands(monkeypatch):
-    seen = []
-    module = ModuleType("theirs")
-    module.main = seen.append
-    monkeypatch.setitem(sys.modules, "theirs", module)
-    points = EntryPoints([EntryPoint("mine", "theirs:main", command_line.GROUP)])
-    monkeypatch.setattr(command_line, "entry_points", lambda **wanted: points.select(**wanted))
-    main(["mine", "--option"])
-    assert seen == [["--option"]]
 
 
 @pytest.mark.parametrize("options", [[], ["--trainer.callbacks.sparsity=0.5"]])
