@@ -4,7 +4,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.storage.json_files import read_json
 from mrp_lightning.upstream.other_names import from_config
 
-GROUP = "mrp_lightning.checkpoint_formats"
-"""Group of entry points that map a checkpoint's `quant_method` to the module that registers it."""
+_OURS = {"mrp_bitmask", "mrp_bitmask4", "mrp_sparse24"}
+"""The `quant_method` of each packed format, which `mrp_sparse` registers with transformers."""
 
 
 def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -168,28 +167,26 @@ def names_in_model(
 
 
 def register_format(config: Any) -> None:
-    """Import the installed package that registers a checkpoint's quantized format, if there is one.
+    """Import the package that registers a checkpoint's format, if it is one of this project's.
 
     transformers discovers no plug-ins: to `from_pretrained`, a format is unknown until the package
-    that registers it has been imported.
+    that registers it has been imported. A dense checkpoint does not pay for it.
     """
-    # Only the plug-in of this very method is imported, so that a dense checkpoint pays for none. No
-    # plug-in has the name that `_method` gives where there is no quantization.
-    for plugin in entry_points(group=GROUP, name=_method(_quantization(config))):
-        plugin.load()
+    if _method(_quantization(config)) in _OURS:
+        import mrp_sparse  # noqa: F401
 
 
 def why_not_readable(config: Any) -> str | None:
     """Return why the weights of a checkpoint cannot be read as matrices, with the next step.
 
-    The result is `None` if it is not quantized, a registered format reads it, or its configuration
-    asks transformers to dequantize it.
+    The result is `None` if it is not quantized, its format is one of this project's, or its
+    configuration asks transformers to dequantize it.
     """
     settings = _quantization(config)
     if not settings or settings.get("dequantize"):
         return None
     method = _method(settings)
-    if entry_points(group=GROUP, name=method):
+    if method in _OURS:
         return None
     return (
         f"quantized ({method}), and its weights cannot be read as matrices: load it in 16 bits. "

@@ -28,6 +28,9 @@ from mrp_lightning.models.loading import (
     tokenizer_from_files,
 )
 from mrp_lightning.text.sources import PUBLISHED, find_files
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.sparse24 import SPARSE24
 
 
 def test_a_model_may_come_without_a_tokenizer(tiny_llama, tmp_path):
@@ -177,7 +180,8 @@ def test_what_can_be_read_is_not_refused_and_an_unknown_model_is_named(tiny_llam
     config = AutoConfig.from_pretrained(tiny_llama)
     assert why_not_readable(config) is None
     dequantized = {"quant_method": "mxfp4", "dequantize": True}
-    for settings in ({"quant_method": "mrp_sparse24"}, dequantized):
+    ours = [{"quant_method": form.quant_method} for form in (BITMASK, BITMASK4, SPARSE24)]
+    for settings in (*ours, dequantized):
         config.quantization_config = settings
         assert why_not_readable(config) is None
 
