@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from callbacks import PruningCallback
 from export import to_gguf, to_sparse
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.commands.distillation import distil
+from mrp_lightning.commands.distillation import distil, fast_precision
 from mrp_lightning.devices import machine
 from mrp_lightning.distillation.module import Distillation
 from mrp_lightning.distillation.text import DistillationText
@@ -329,6 +329,7 @@ def packed(comparison: Comparison) -> None:
                     run,
                     dtype="bfloat16",
                     unfinished=run.with_suffix(".partial"),
+                    precision=fast_precision("auto"),
                 )
             spent.write_text(json.dumps(time.process_time() - begin))
         if not out.exists():

@@ -130,6 +130,7 @@ def _distil(parser: CommandParser, options: Namespace) -> None:
     """Train, save and report."""
     from mrp_lightning.commands.distillation import (
         Unfinished,
+        dense_dtype,
         distil,
         fast_precision,
         state_of,
@@ -163,13 +164,11 @@ def _distil(parser: CommandParser, options: Namespace) -> None:
     }
     unfinished = Unfinished.of(options.save_dir, chosen, restart=options.restart)
     console.print(f"Loading {run} and {options.teacher} …")
-    # Its products would be rounded so in any case, and it writes text faster.
-    narrow = "bfloat16" if options.precision == "bf16-mixed" else None
     module = Distillation(
         run,
         options.teacher,
         dtype=options.dtype,
-        teacher_dtype=narrow,
+        teacher_dtype=dense_dtype(options.precision),
         learning_rate=options.learning_rate,
     )
     own = "text that the teacher writes"

@@ -132,7 +132,7 @@ def distil(
     dtype: str | None = None,
     overwrite: bool = False,
     unfinished: Path,
-    precision: str | None = None,
+    precision: str,
     accelerator: str = "auto",
     validations: int = 8,
     callbacks: Sequence[Callback] = (),
@@ -147,8 +147,7 @@ def distil(
         overwrite: Whether a model that this package wrote to `out` is replaced.
         unfinished: A directory for the windows and the last checkpoint, with which the next call
             goes on.
-        precision: The precision of the products, as Lightning names it; `None` for `bf16-mixed`
-            where the device multiplies bfloat16 faster than float32, and `32-true` elsewhere.
+        precision: The precision of the products, as Lightning names it.
         accelerator: The accelerator, as Lightning names it.
         validations: The number of times that held-out text is read, and a checkpoint is saved.
         callbacks: More callbacks, before the saving.
@@ -167,7 +166,7 @@ def distil(
         max_epochs=1,
         max_steps=steps,
         accelerator=accelerator,
-        precision=precision or fast_precision(accelerator),
+        precision=precision,
         gradient_clip_val=1.0,
         callbacks=[
             *keep,
@@ -213,6 +212,12 @@ def fast_precision(accelerator: str) -> str:
     """Return the faster precision of products; weights and their updates are float32 in both."""
     is_fast = has_bfloat16_units(training_device(accelerator))
     return "bf16-mixed" if is_fast else "32-true"
+
+
+def dense_dtype(precision: str) -> str | None:
+    """Return the type of the dense model's weights, `None` for that of its checkpoint."""
+    # Mixed products would round them so in any case, and own text is written faster.
+    return "bfloat16" if precision == "bf16-mixed" else None
 
 
 @dataclass(frozen=True)
@@ -291,10 +296,10 @@ class DistilledPruning:
         name = PruningReport.load(self._pruned / NAME_OF_REPORT).config.get("base_model")
         if not (is_rounded and out.is_dir()):
             precision = fast_precision(self.accelerator)
-            # Products would be rounded so in any case, and own text is written faster.
-            narrow = {"dtype": "bfloat16"} if precision == "bf16-mixed" else {}
+            narrow = dense_dtype(precision) or self.teacher["dtype"]
+            teacher = CausalLM(**{**self.teacher, "dtype": narrow})
             distil(
-                Distillation(source, CausalLM(**{**self.teacher, **narrow}), dtype="float32"),
+                Distillation(source, teacher, dtype="float32"),
                 data,
                 out,
                 dtype=dtype,
