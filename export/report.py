@@ -139,7 +139,6 @@ class IntegerReport:
 
     Attributes:
         chosen: The layers and their codes.
-        loaded: A sentence on loading it with transformers; empty if there is no export.
     """
 
     source: Checkpoint
@@ -147,7 +146,6 @@ class IntegerReport:
     exported_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
     chosen: Compressed
-    loaded: str = ""
 
     @property
     def packed(self) -> Sequence[LayerChoice]:
@@ -172,7 +170,7 @@ class IntegerReport:
                     f"{counted(len(chosen.left), 'pruned layer')} with {chosen.left_weights:,} "
                     f"weights stay in 16 bits:\n{listed(chosen.left)}"
                 )
-            lines.append(f"{self.loaded} vLLM and SGLang, which read this format, were not tried.")
+            lines.append("vLLM and SGLang, which read this format, were not tried.")
             sizes = (self.source.num_bytes, self.exported_bytes)
             lines.append("{:.1f} → {:.1f} MiB.".format(*(size / 2**20 for size in sizes)))
         sys.stdout.write("".join(f"{line}\n" for line in (*lines, *self.notes)))

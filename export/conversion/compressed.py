@@ -2,17 +2,14 @@
 
 In its layout `pack-quantized` the codes of a row are packed along its columns, eight or four in an
 int32, with a scale for each row and group of columns. Experts are packed one by one. The export is
-lossless: a checkpoint whose weights are not on such a grid raises, the written files are read back
-and compared bit by bit, and transformers loads them if the package is installed.
+lossless: a checkpoint whose weights are not on such a grid raises, and the written files are read
+back and compared bit by bit.
 """
 
-import importlib.util
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.parity import (
-    compare_logits,
-    predicts_tokens,
-    source_logits,
-    text_failures,
-)
 from export.conversion.selection import Claims, LayerChoice
 from export.conversion.writing import write_converted
-from mrp_lightning.errors import OptionError, ParityError, PatternError, first_line
-from mrp_lightning.models.checkpoint import build_without_weights, longest_sequence, model_class
-from mrp_lightning.models.integrity import required
+from mrp_lightning.errors import OptionError, ParityError, PatternError
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.solver.grid import Grid, GridParameters, ScaleType, decompose, fit_groups
 from mrp_lightning.targets.blocks import listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, layers_of
@@ -304,72 +294,6 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(32 // bits) * bits
     fields = (words.long()[:, :, None] >> shifts) & ((1 << bits) - 1)
     return fields.flatten(1) - (1 << (bits - 1))
-
-
-_MODULE = "compressed_tensors"  # which transformers loads the export with
-_WINDOWS, _LENGTH = 2, 32
-_ADVICE = "Leave layers dense with --skip, or take another --format. Please report this."
-
-
-def load_with_transformers(source: Checkpoint, directory: Path, chosen: Compressed) -> str:
-    """Load an export with transformers, and return a sentence on the result.
-
-    Its logits on random tokens are compared with those of the source. The sentence gives the reason
-    if nothing is loaded: the package that reads the format is missing, or loading fails and some
-    experts stay dense.
-
-    Raises:
-        ParityError: transformers cannot load the export otherwise, does not find all weights in it,
-            or computes other logits.
-    """
-    if importlib.util.find_spec(_MODULE) is None:
-        return f"transformers was not tried here: the package {NAME} is not installed."
-    # compressed-tensors shows bars that no argument silences.
-    with redirect_stderr(StringIO()):
-        try:
-            loaded: Any = model_class(source.pretrained_config()).from_pretrained(
-                directory, dtype="auto", output_loading_info=True
-            )
-        # A missing package is no fault of the export, so it comes before the general case.
-        except ImportError as error:
-            return f"transformers was not tried here: {first_line(error)}"
-        except Exception as error:  # of any type, from the code of the format
-            if chosen.dense_experts:  # seen in transformers 5.23
-                return (
-                    "transformers cannot load it: of this format, it reads experts that are "
-                    "packed, and some stay dense."
-                )
-            raise ParityError(
-                f"transformers cannot load what was written: {first_line(error)}. {_ADVICE}"
-            ) from error
-        outcome = _compared(source, *loaded)
-    return f"transformers loaded it here, with the package {NAME} and {outcome}."
-
-
-def _compared(source: Checkpoint, model: PreTrainedModel, loading: Any) -> str:
-    """Return how a loaded export compares with its source; raise a `ParityError` if it differs."""
-    missing = required(type(model), loading["missing_keys"])
-    names = sorted({*missing, *loading["unexpected_keys"]})
-    # Names come before logits: with a missing weight, transformers computes with a random one, and
-    # the logits would only show that something differs.
-    if names or loading["mismatched_keys"]:
-        wrong = ", ".join(names[:5]) or "other shapes"
-        raise ParityError(
-            f"transformers does not find the weights of {type(model).__name__} in what was "
-            f"written: {wrong}. {_ADVICE}"
-        )
-    if not predicts_tokens(model):
-        return "all its weights"
-    vocabulary = model.config.get_text_config().vocab_size
-    length = min(_LENGTH, longest_sequence(model.config) or _LENGTH)
-    # Random tokens need no tokenizer, which a checkpoint may lack.
-    generator = torch.Generator().manual_seed(0)
-    windows = torch.randint(vocabulary, (_WINDOWS, length), generator=generator)
-    expected = source_logits(source.load(), windows)
-    text = compare_logits(expected, model, windows, origin="random tokens")
-    if failures := text_failures(text):
-        raise ParityError(f"transformers computes otherwise: {'; '.join(failures)}. {_ADVICE}")
-    return "the same logits" + ("" if text.bit_equal else f", but for {text.max_difference:.1e}")
 
 
 def _group_size(size: int, columns: Sequence[int]) -> int:
