@@ -10,7 +10,6 @@ recognised by a block that would become another one.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
-from mrp_lightning.narrowing.unit_parts import PLAIN, UnfitError, built
+from mrp_lightning.narrowing.unit_parts import UnfitError, built, differing_values, shapes_of
 from mrp_lightning.targets.blocks import Block, named_modules
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import uncompiled, without_compiled
@@ -182,13 +181,10 @@ class _Comparison:
 
     def why_other(self) -> str | None:
         """Return why the shorter model is not the dense one without some blocks, else `None`."""
-        tensors, fewer = (
-            {name: x.shape for name, x in chain(m.named_parameters(), m.named_buffers())}
-            for m in (self.dense, self.shorter)
-        )
+        fewer = shapes_of(self.shorter)
         expected = {
             self._renamed(name): shape
-            for name, shape in tensors.items()
+            for name, shape in shapes_of(self.dense).items()
             if not name.startswith(self.gone)
         }
         different = [n for n in {**expected, **fewer} if expected.get(n) != fewer.get(n)]
@@ -198,7 +194,7 @@ class _Comparison:
             if type(module) is not type(other):
                 kinds = type(module).__name__, type(other).__name__
                 return f"{name}, a {kinds[0]}, becomes a {kinds[1]}"
-            for key, value, new in _differences(module, other):
+            for key, value, new in differing_values(module, other):
                 if self._is_in_block(name) and not self._is_number(name, value, new):
                     return f"`{key}` of {name} is {value} and becomes {new}"
         return None
@@ -208,7 +204,7 @@ class _Comparison:
         return [
             (name, key, new)
             for name, module, other in self._pairs()
-            for key, _, new in _differences(module, other)
+            for key, _, new in differing_values(module, other)
         ]
 
     def _pairs(self) -> list[tuple[str, nn.Module, nn.Module]]:
@@ -235,16 +231,6 @@ class _Comparison:
         old, renamed = (n[len(self.path) + 1 :].partition(".")[0] for n in names)
         # `True` equals 1, but numbers no block.
         return type(value) is type(new) is int and (str(value), str(new)) == (old, renamed)
-
-
-def _differences(module: nn.Module, other: nn.Module) -> list[tuple[str, Any, Any]]:
-    """Return the names of plain attributes in which two modules differ, with both values."""
-    values, others = vars(module), vars(other)
-    return [
-        (key, value, others.get(key))
-        for key, value in values.items()
-        if isinstance(value, PLAIN) and value != others.get(key)
-    ]
 
 
 def _cannot(model: nn.Module, why: str) -> TargetError:

@@ -35,7 +35,7 @@ _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k")
 """The entries of configurations that give the number of experts of each token."""
-PLAIN = (int, float, bool, str, type(None), tuple, list)
+_PLAIN = (int, float, bool, str, type(None), tuple, list)
 """The types of attributes of modules that are compared."""
 
 Sizes = dict[str, int]
@@ -273,12 +273,8 @@ class _Comparison:
     @cached_property
     def shapes(self) -> dict[str, tuple[torch.Size, torch.Size]]:
         """The two shapes of each parameter and buffer that gets smaller, by name."""
-        dense, narrower = (
-            dict(chain(model.named_parameters(), model.named_buffers()))
-            for model in (self.entry.dense, self.narrower)
-        )
-        pairs = {n: (x.shape, narrower[n].shape) for n, x in dense.items() if n in narrower}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        dense, narrower = shapes_of(self.entry.dense), shapes_of(self.narrower)
+        return {n: (x, narrower[n]) for n, x in dense.items() if narrower.get(n, x) != x}
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -405,18 +401,29 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return {without_compiled(name): module for name, module in model.named_modules()}
 
 
+def shapes_of(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, torch.Size]:
+    """Return shapes of parameters, as `named_parameters` lists them, and buffers, by name."""
+    parameters = model.named_parameters(remove_duplicate=remove_duplicate)
+    return {name: tensor.shape for name, tensor in chain(parameters, model.named_buffers())}
+
+
+def differing_values(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the names of plain attributes in which two modules differ, with both values."""
+    for name, value in vars(module).items():
+        new = vars(other).get(name)
+        if isinstance(value, _PLAIN) and value != new:
+            yield name, value, new
+
+
 def different_attributes(
     model: nn.Module, dense: nn.Module, narrower: nn.Module
 ) -> Iterator[Attribute]:
     """Yield the attributes of modules whose values differ in the narrower model."""
-    narrower_modules, modules = dict(narrower.named_modules()), _modules(model)
+    others, modules = dict(narrower.named_modules()), _modules(model)
     for name, module in dense.named_modules():
-        other = vars(narrower_modules[name]) if name in narrower_modules else {}
-        for key, value in vars(module).items():
-            if not isinstance(value, PLAIN) or key not in other or name not in modules:
-                continue
-            if other[key] != value:
-                yield modules[name], key, other[key]
+        if name in others and name in modules:
+            for key, _, new in differing_values(module, others[name]):
+                yield modules[name], key, new
 
 
 def _cannot(model: nn.Module, kind: str, why: str) -> TargetError:

@@ -8,7 +8,6 @@ tokenizer.
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.errors import OptionError, counted
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
-from mrp_lightning.narrowing.unit_parts import UnfitError, built, different_attributes
+from mrp_lightning.narrowing.unit_parts import UnfitError, built, different_attributes, shapes_of
 from mrp_lightning.narrowing.words import Vocabulary, cannot_cut, prove_words, renumbered_tokenizer
 
 _COMPARED = 128
@@ -213,20 +212,16 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
     except UnfitError as unfit:
         raise cannot_cut(f"its configuration cannot say fewer words ({unfit})") from unfit
     size, rows = len(kept), dense.config.get_text_config().vocab_size
-    tensors, fewer = (
-        dict(chain(m.named_parameters(remove_duplicate=False), m.named_buffers()))
-        for m in (dense, smaller)
-    )
+    shapes, fewer = (shapes_of(each, remove_duplicate=False) for each in (dense, smaller))
     modules = dict(model.named_modules())
     attributes: list[Attribute] = []
     made = dict[int, nn.Parameter | Tensor]()  # tied tensors stay tied
-    for name, tensor in tensors.items():
-        shape, new = tensor.shape, fewer[name].shape if name in fewer else None
-        if shape == new:
+    for name, shape in shapes.items():
+        if shape == (new := fewer.get(name)):
             continue
         dims = [d for d, (a, b) in enumerate(zip(shape, new or (), strict=False)) if a != b]
         is_of_words = new is not None and len(shape) == len(new) and len(dims) == 1
-        if not is_of_words or (shape[dims[0]], fewer[name].shape[dims[0]]) != (rows, size):
+        if not is_of_words or (shape[dims[0]], fewer[name][dims[0]]) != (rows, size):
             raise cannot_cut(f"{name} would get another shape than one with {size:,} rows")
         path, _, key = name.rpartition(".")
         original = getattr(modules[path], key)
