@@ -17,14 +17,9 @@ from transformers import PreTrainedModel
 from mrp_ground.arguments import checked
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.models.checkpoint import (
-    build_without_weights,
-    model_class,
-    refuse_adapter,
-    weight_files,
-)
-from mrp_lightning.models.integrity import check_files, check_values, explained_damage
-from mrp_lightning.models.loading import load_config, read_weights
+from mrp_lightning.models.checkpoint import model_class, refuse_adapter, weight_files
+from mrp_lightning.models.integrity import check_values
+from mrp_lightning.models.loading import load_checked, load_config
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json
 from mrp_lightning.upstream import torch_names
@@ -96,21 +91,7 @@ def load(
 def _load_pretrained(directory: Path, **options: Any) -> PreTrainedModel:
     trust = bool(options.get("trust_remote_code"))
     config = options.get("config") or load_config(str(directory), trust_remote_code=trust)
-    # The check builds the model without weights by transformers' own classes. With code of the
-    # checkpoint, there is no class to build before it runs.
-    if not trust:
-        check_files(directory, build_without_weights(config))
-    with explained_damage(str(directory), None):
-        model, loading = read_weights(model_class(config), directory, directory, **options)
-    # transformers only warns of such keys, and computes with random weights where some are missing.
-    problems = [
-        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if loading[kind]
-    ]
-    if problems:
-        raise FormatError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
-    return model
+    return load_checked(model_class(config), config, str(directory), **options)
 
 
 def torchao_missing(device: torch.device) -> str | None:

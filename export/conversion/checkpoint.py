@@ -18,20 +18,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.models.checkpoint import (
-    build_without_weights,
     model_class,
     names_in_model,
     refuse_adapter,
     weight_files,
 )
 from mrp_lightning.models.companions import find_companions
-from mrp_lightning.models.integrity import (
-    check_size,
-    check_values,
-    misfits,
-    unexpected_tensors,
-)
-from mrp_lightning.models.loading import read_weights
+from mrp_lightning.models.integrity import check_values, unexpected_tensors
+from mrp_lightning.models.loading import load_checked
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters
@@ -209,18 +203,10 @@ class Checkpoint:
         """Load the dense model to the CPU, in the dtype of its configuration.
 
         Raises:
-            FormatError: The configuration is unknown, or weights are missing or do not fit it.
+            FormatError: The configuration is unknown, or files are damaged or do not fit it.
         """
         config = self.pretrained_config()
-        # The size is checked on a model without weights, before memory is taken: a wrong
-        # configuration could ask for any amount.
-        check_size(build_without_weights(config), self.num_bytes, self.path)
-        kind: Any = model_class(config)
-        model: PreTrainedModel
-        model, loading = read_weights(kind, self.path, self.path, dtype="auto")
-        if problem := misfits(self.path, model, loading):
-            raise FormatError(problem)
-        return model
+        return load_checked(model_class(config), config, str(self.path), dtype="auto")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

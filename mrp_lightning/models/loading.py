@@ -28,7 +28,14 @@ from transformers.utils import cached_file
 
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.environment import why_no_hub, without_bars
-from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError, counted
+from mrp_lightning.errors import (
+    ArgumentError,
+    DataError,
+    FormatError,
+    OptionError,
+    TargetError,
+    counted,
+)
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
     directory_of,
@@ -189,37 +196,64 @@ def _load_pretrained(
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
     # The loaded model's configuration will have the dtype in memory: this is the published one.
     published = config.dtype
-    if not options.get("trust_remote_code"):  # trusted code may build a model of any size
-        _check_files(source, config, kind)
+    try:
+        as_dtype(published)
+    except OptionError as error:
+        raise FormatError(f"`model`: config.json of {source}: {error}") from error
     directory = Path(source).expanduser()
     size = sum(file.stat().st_size for file in weight_files(directory)) if directory.is_dir() else 0
     if size > _LONG:
         log.info("Loading the %.1f GB of %s …", size / 1e9, source)
-    with _explained_absence(source), explained_damage(source, options.get("revision")):
-        model, loading = read_weights(
-            kind, source, **found_at(source), dtype=dtype or "auto", **options
-        )
-    unexpected = loading["unexpected_keys"]
-    if problem := misfits(source, model, loading) or unexpected_tensors(source, model, unexpected):
-        raise TargetError(f"`model`: {problem}")
+    with _explained_absence(source):
+        options["dtype"] = dtype or "auto"
+        model = load_checked(kind, config, source, error=TargetError, **options)
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
     return model
 
 
-def read_weights(kind: Any, source: str | os.PathLike[str], /, *args: Any, **options: Any) -> Any:
-    """Return a model, without a pooler if the files lack one, and how the files fit it.
+def load_checked(
+    kind: Any,
+    config: PreTrainedConfig,
+    source: str,
+    /,
+    *,
+    error: type[ArgumentError] = FormatError,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a model, and check that it has the weights of its files, and no others.
 
     Args:
         kind: The class or auto class.
-        source: The location of the checkpoint, for a log line.
-        args: Positional arguments of `from_pretrained`.
-        **options: Its options.
+        config: The configuration, whose model must not be larger than the files.
+        source: The directory or hub id.
+        error: The error that is raised if weights do not fit the model.
+        **options: Options of `from_pretrained`. With `trust_remote_code` no size is checked.
+
+    Raises:
+        FormatError: The files are damaged, or cannot be of the model.
     """
+    directory = Path(source).expanduser()
+    if not options.get("trust_remote_code"):  # trusted code may build a model of any size
+        # Without weights: a wrong configuration could ask for any amount of memory.
+        expected = build_without_weights(config, kind=kind)
+        if directory.is_dir():  # the hub's files are not downloaded yet
+            check_files(directory, expected)
+    with explained_damage(source, options.get("revision")):
+        model, loading = _read_weights(kind, source, **options)
+    # transformers only warns of them, and computes with random weights where some are missing.
+    unexpected = loading["unexpected_keys"]
+    if problem := misfits(source, model, loading) or unexpected_tensors(source, model, unexpected):
+        raise error(f"`model`: {problem}")
+    return model
+
+
+def _read_weights(kind: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """Return a model, without a pooler if the files lack one, and how the files fit it."""
     # Wrong shapes are reported by the caller, by name.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {**found_at(source), "output_loading_info": True, "ignore_mismatched_sizes": True}
     with without_bars():
-        model, loading = kind.from_pretrained(*args, **options)
+        model, loading = kind.from_pretrained(**options)
     missing = loading["missing_keys"]
     if missing and not required(type(model), missing):
         log.warning(
@@ -228,20 +262,8 @@ def read_weights(kind: Any, source: str | os.PathLike[str], /, *args: Any, **opt
             *(source, type(model).__name__),
         )
         with without_bars():
-            return kind.from_pretrained(*args, add_pooling_layer=False, **options)
+            model, loading = kind.from_pretrained(add_pooling_layer=False, **options)
     return model, loading
-
-
-def _check_files(source: str, config: PreTrainedConfig, kind: Any) -> None:
-    """Raise a FormatError, before weights are read, if files cannot be those of the model."""
-    try:
-        as_dtype(config.dtype)
-    except OptionError as error:
-        raise FormatError(f"`model`: config.json of {source}: {error}") from error
-    directory = Path(source).expanduser()
-    model = build_without_weights(config, kind=kind)
-    if directory.is_dir():  # the hub's files are not downloaded yet
-        check_files(directory, model)
 
 
 def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
