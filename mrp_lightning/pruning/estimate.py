@@ -118,14 +118,13 @@ def _of_blocks(
     return Estimate(seconds, 2 * windows * length * config.hidden_size * size + outputs + _BUFFERS)
 
 
-def products_per_second(device: torch.device, size: int | None = None) -> float:
+def products_per_second(device: torch.device) -> float:
     """Measure the speed of float32 matrix products in multiply-adds a second; takes about 0.1 s.
 
-    Factors are (size, size), by default 1024² and on a GPU 8192², 0.8 GB with the product, since
-    there a product of 1024² would measure the launch.
+    Factors are 1024², and on a GPU 8192², 0.8 GB with the product, since there a product of 1024²
+    would measure the launch.
     """
-    if size is None:
-        size = 8192 if device.type == "cuda" else 1024
+    size = 8192 if device.type == "cuda" else 1024
     a = torch.rand(size, size, device=device)
     (a @ a).sum().item()
     # The product above is not timed: the first one also pays for the start of the library.
