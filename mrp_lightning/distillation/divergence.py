@@ -100,7 +100,7 @@ class Predictor:
             return  # all is padding: the next batch decides
         self._is_tested = True
         few = window[None, :_PROBE_TOKENS], None
-        is_training = self.model.training
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()  # dropout would differ between the two runs
         try:
             own, agrees = self._own_logits(*few).float(), False
@@ -112,7 +112,8 @@ class Predictor:
                 agrees = own.shape == mapped.shape and bool(near.all())
             self._head = self._head if agrees else None
         finally:
-            self.model.train(is_training)
+            for module, is_training in modes.items():  # a user may keep some in `eval`
+                module.training = is_training
 
 
 @dataclass(frozen=True)

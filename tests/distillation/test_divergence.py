@@ -100,3 +100,12 @@ def test_equal_models_diverge_by_nothing(batches):
     kl = divergence(Predictor(copy.deepcopy(teacher)), Predictor(teacher), ids, None).kl
     assert abs(float(kl)) < 1e-4
     assert float(F.relu(-kl)) < 1e-4
+
+
+def test_parts_that_are_kept_in_eval_mode_stay_there(batches):
+    student, teacher = pair("llama")
+    student.train()
+    student.model.norm.eval()
+    divergence(Predictor(student), Predictor(teacher), batches[2]["input_ids"], None)
+    assert student.training
+    assert not student.model.norm.training
