@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
 from mrp_lightning.data.data_module import TextDataModule
-from mrp_lightning.distillation.module import Distillation
+from mrp_lightning.distillation.module import Distillation, needed_disk
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import OptionError
@@ -27,6 +27,7 @@ from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.arithmetic import has_bfloat16_units
 from mrp_lightning.storage.files import save_ours, save_text
 from mrp_lightning.storage.json_files import as_json
+from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.targets.blocks import pruned_layers
 from mrp_lightning.text.mixture import beside_files
 
@@ -153,9 +154,11 @@ def distil(
         callbacks: More callbacks, before the saving.
 
     Raises:
-        OptionError: `tokens` is less than a step.
+        OptionError: `tokens` is less than a step, or the disk has too little room for checkpoints.
     """
     steps = data.steps
+    result = sum(parameter.nbytes for parameter in module.model.parameters())
+    check_output_dir(out, overwrite=overwrite, num_bytes=needed_disk(module) + result)
     every = max(1, steps // validations)
     last = unfinished / "checkpoint" / "last.ckpt"
     unfinished.mkdir(parents=True, exist_ok=True)

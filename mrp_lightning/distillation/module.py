@@ -369,19 +369,40 @@ def needed_memory(module: Distillation, tokens: int, precision: str = "32-true")
     all. With `bf16-mixed` float32 matrices have a copy in bfloat16 until the backward pass; that
     activations are smaller then does not count.
     """
-    model = module.model
-    tables = {id(p) for table in module.embeddings() for p in table.parameters()}
-    trained = [p for p in model.parameters() if module.train_embeddings or id(p) not in tables]
-    pruned = pruned_layers(model)
-    removed = sum(int((layer.view == 0).sum()) for layer in pruned)
+    model, trained, pruned = module.model, _trained(module), pruned_layers(module.model)
     masks = sum(layer.view.numel() for layer in pruned)  # bool
-    kept = sum(parameter.numel() for parameter in trained) - removed
+    kept = _num_kept(module)
     forward = 4 * kept + tokens * _activations(module)
     if precision == "bf16-mixed":
         matrices = (p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32)
         forward += sum(p.numel() * torch.bfloat16.itemsize for p in matrices)
     backward = sum(parameter.nbytes for parameter in trained)
     return 12 * kept + masks + max(forward, backward) + LOGITS_MEMORY
+
+
+def needed_disk(module: Distillation) -> int:
+    """Return about how many bytes an unfinished training takes on the disk, beside its result.
+
+    A checkpoint holds the model, a float32 value and two moments of each kept weight, and the best
+    weights; while it is written the one before it is there, too. The best weights have a file of
+    their own.
+    """
+    model = sum(parameter.nbytes for parameter in module.model.parameters())
+    best = sum(parameter.nbytes for parameter in _trained(module))
+    return 2 * (model + 12 * _num_kept(module) + best) + best
+
+
+def _trained(module: Distillation) -> list[nn.Parameter]:
+    """Return the parameters that are trained."""
+    tables = {id(p) for table in module.embeddings() for p in table.parameters()}
+    parameters = module.model.parameters()
+    return [p for p in parameters if module.train_embeddings or id(p) not in tables]
+
+
+def _num_kept(module: Distillation) -> int:
+    """Return the number of trained weights that are not removed."""
+    removed = sum(int((layer.view == 0).sum()) for layer in pruned_layers(module.model))
+    return sum(parameter.numel() for parameter in _trained(module)) - removed
 
 
 def _activations(module: Distillation) -> int:

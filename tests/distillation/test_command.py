@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning import CausalLM
 from mrp_lightning.commands import distillation
 from mrp_lightning.commands.distillation import Unfinished
 from mrp_lightning.commands.main import main
-from mrp_lightning.distillation.module import Distillation, needed_memory
+from mrp_lightning.distillation.module import Distillation, needed_disk, needed_memory
 
 SMALL = ["--tokens=640", "--sequence-length=32", "--batch-size=4", "--accelerator=cpu"]
 
@@ -170,6 +171,30 @@ def test_the_memory_that_is_said_is_what_training_holds(run):
     fewer = (needed_memory(module, 10**6) - 4 * kept - fixed) / 10**6
     assert fewer < 0.6 * activations
     assert not any(p.requires_grad for p in module.teacher.model.parameters())
+
+
+def test_the_room_that_is_asked_for_holds_the_files_of_training(run, monkeypatch, capsys):
+    checkpoints = []
+    save = torch.save
+
+    def saved(content, path):
+        save(content, path)
+        stores = [x.untyped_storage() for x in tree_leaves(content) if isinstance(x, torch.Tensor)]
+        sizes = {store.data_ptr(): store.nbytes() for store in stores}  # tied weights are one
+        best = sum(weight.nbytes for weight in content["callbacks"]["KeepBest"]["weights"].values())
+        checkpoints.append((sum(sizes.values()), best))
+
+    monkeypatch.setattr(torch, "save", saved)
+    main(["distill", str(run), *SMALL])
+    needed = needed_disk(Distillation(run, CausalLM(str(run)), dtype="float32"))  # as there
+    for checkpoint, best in checkpoints:
+        assert needed == pytest.approx(2 * checkpoint + best, rel=0.01)
+
+    full = type("Usage", (), {"free": needed // 2})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    again = [str(run), *SMALL, "--out", str(run.with_name("other"))]
+    assert "but the disk has" in refusal(again, capsys)
+    assert not run.with_name(".other.distilling").exists()
 
 
 def test_copies_in_bfloat16_are_in_the_memory_that_is_said(run):
