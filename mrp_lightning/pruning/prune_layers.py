@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,16 +59,20 @@ def prune_layers(
     Raises:
         HessianError: The Hessian is unusable, or a new weight exceeds the range of its dtype.
     """
+    inputs = calibrated.inputs
     unpruned = [_Unpruned(*pair, processes) for pair in zip(layers, recipes, strict=True)]
-    tasks = (each.task(calibrated, progress) for each in unpruned)
-    solutions, parts = _solved(tasks, calibrated.inputs, processes)
+    with measured(inputs.hessian.device) as used:
+        tasks = [each.task(calibrated, progress) for each in unpruned]
+        solutions = prune_together(tasks, inputs, processes=processes)
+    pairs = list(zip(unpruned, solutions, strict=True))
+    parts = _parts(used, [each.weight for each in unpruned])
     results = [
         each.result(solution, calibrated, part)
-        for each, solution, part in zip(unpruned, solutions, parts, strict=True)
+        for (each, solution), part in zip(pairs, parts, strict=True)
     ]
     # Written last, when nothing can fail any more: after an error all layers are as they were.
-    for layer, solution in zip(layers, solutions, strict=True):
-        layer.write_(solution.weight)
+    for each, solution in pairs:
+        each.layer.write_(solution.weight)
     return results
 
 
@@ -128,18 +132,12 @@ def _result(row: LayerReport, recipe: Recipe, parameters: GridParameters | None)
     return LayerResult(row, parameters if is_named else None)
 
 
-def _solved(
-    tasks: Iterable[LayerTask], inputs: InputHessian, processes: Processes
-) -> tuple[list[Solution], list[dict[str, Any]]]:
-    """Return the solutions of tasks, and the time and the memory of each; see `measured`."""
-    with measured(inputs.hessian.device) as used:
-        tasks = list(tasks)  # their targets are a part of the work
-        solutions = prune_together(tasks, inputs, processes=processes)
+def _parts(used: Mapping[str, Any], weights: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Return the measures `used` of several weights as those of each, with its part of the time."""
     # Weights that are solved together have no times of their own. The cost for one input is about
     # proportional to rows, and so to weights.
-    sizes = [task.weight.numel() for task in tasks]
-    total = max(1, sum(sizes))
-    return solutions, [{**used, "seconds": used["seconds"] * (size / total)} for size in sizes]
+    total = max(1, sum(weight.numel() for weight in weights))
+    return [{**used, "seconds": used["seconds"] * (x.numel() / total)} for x in weights]
 
 
 def put_layers_on_grid(
@@ -156,10 +154,11 @@ def put_layers_on_grid(
     Returns these with the loss of quantisation added. All processes must call this.
     """
     assert recipe.grid is not None
-    weights = (layer.weight.contiguous() for layer in layers)
-    tasks = (LayerTask(each, recipe, progress=progress, is_pruned=True) for each in weights)
-    solutions, parts = _solved(tasks, inputs, processes)
-    results = []
+    weights = [layer.weight.contiguous() for layer in layers]
+    with measured(weights[0].device) as used:
+        tasks = [LayerTask(each, recipe, progress=progress, is_pruned=True) for each in weights]
+        solutions = prune_together(tasks, inputs, processes=processes)
+    results, parts = [], _parts(used, weights)
     for layer, earlier, solution, part in zip(layers, pruned, solutions, parts, strict=True):
         layer.write_(solution.weight)
         row = earlier.row.on_grid(solution.loss, recipe.grid.bits, part["seconds"])
