@@ -137,9 +137,8 @@ class PruningCLI(LightningCLI):
         """Check, before a model is loaded, that `predict` can save a result; keep the last text.
 
         It raises an OptionError if nothing would be saved, if this machine lacks the accelerator,
-        or if one file, or the command line, gives several texts; a FileExistsError if the result
-        may not be written; and a MissingFileError if files of text do not exist.
-        `check_output_dir` raises more.
+        or if one file, or the command line, gives several texts; and a FileExistsError if the
+        result may not be written. `check_output_dir` raises more.
         """
         require_accelerator(self._value("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
@@ -147,7 +146,13 @@ class PruningCLI(LightningCLI):
         data = self._value("data")
         if type(data) is Namespace and "class_path" not in data:
             self._choose_text(data)
+
+    def instantiate_classes(self) -> None:
+        """Make model, data and trainer; raise a MissingFileError first for absent files of text."""
+        data = self._value("data")
+        if type(data) is Namespace and "class_path" not in data:
             expanded({key: paths_of(data.get(key)) for key in ("train_files", "eval_files")})
+        super().instantiate_classes()
 
     def _require_result(self) -> None:
         """Raise for a `predict` without callbacks, or whose pruned model would not be saved."""
