@@ -5,7 +5,6 @@ import errno
 import inspect
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -128,7 +127,7 @@ class CommandParser(argparse.ArgumentParser):
             options.model = models[0]
         return options
 
-    def by_option(self, options: Namespace, names: Iterable[str]) -> dict[str, Any]:
+    def by_option(self, options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
         """Return the values of arguments by the names of their options."""
         return {option_named(self, name) or name: getattr(options, name) for name in names}
 

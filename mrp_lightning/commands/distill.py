@@ -55,12 +55,12 @@ def main(args: list[str]) -> None:
             raise OptionError(
                 f"expected a finite rate > 0. Got {options.learning_rate:g}.", "learning_rate"
             )
-        check_output(options.save_dir, overwrite=options.overwrite)
         # Imported late, since help and mistakes need not wait for Lightning and transformers.
         from mrp_lightning.environment import quiet_lightning
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         _complete(options)
+        check_output(options.save_dir, overwrite=options.overwrite)
         with interruptible(unclaimed_signals()), quiet_lightning():
             _distil(parser, options)
 
@@ -140,7 +140,6 @@ def _distil(parser: CommandParser, options: Namespace) -> None:
     from mrp_lightning.distillation.text import DistillationText
     from mrp_lightning.loop.trainer import require_accelerator
     from mrp_lightning.models.loading import load_config
-    from mrp_lightning.storage.outputs import check_output_dir
     from mrp_lightning.terminal import Console
 
     require_accelerator(options.accelerator)
@@ -154,7 +153,6 @@ def _distil(parser: CommandParser, options: Namespace) -> None:
         seed=options.seed,
         **({"text_column": options.text_column} if options.text_column else {}),
     )
-    check_output_dir(options.save_dir, overwrite=options.overwrite)
     options.precision = options.precision or fast_precision(options.accelerator)
     chosen = parser.by_option(options, _OF_RUN)
     chosen |= {

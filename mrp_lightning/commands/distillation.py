@@ -158,7 +158,8 @@ def distil(
     """
     steps = data.steps
     result = sum(parameter.nbytes for parameter in module.model.parameters())
-    check_output_dir(out, overwrite=overwrite, num_bytes=needed_disk(module) + result)
+    num_bytes = needed_disk(module) + result
+    check_output_dir(out, overwrite=overwrite, argument="--out", num_bytes=num_bytes)
     every = max(1, steps // validations)
     last = unfinished / "checkpoint" / "last.ckpt"
     unfinished.mkdir(parents=True, exist_ok=True)
