@@ -32,10 +32,11 @@ from tables import bits_of, on_paper
 
 from mrp_lightning.commands import numbers
 from mrp_lightning.commands.parser import Parser
+from mrp_lightning.experiments.design import Sweep
 from mrp_lightning.experiments.pictures import INK, Picture, line_styles, picture
 from mrp_lightning.experiments.runs import TRIAL, RunDirectory, read_run
 from mrp_lightning.experiments.scores import Table, markdown, scores_of, text
-from mrp_lightning.experiments.sweep import Sweep, read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.storage.files import save_text
 

@@ -40,8 +40,9 @@ from torch import Tensor, nn
 
 from mrp_lightning import HessianAccumulator, prune_columns
 from mrp_lightning.devices import machine
+from mrp_lightning.experiments.design import Sweep
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep import Sweep, read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.narrowing.structure import NarrowingPlan
 from mrp_lightning.narrowing.unit_parts import narrowing_plan

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning.devices import machine
+from mrp_lightning.experiments.design import Sweep
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep import Sweep, read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.plan import make_plan

@@ -21,9 +21,9 @@ from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.devices import machine
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import ArgumentError, DataError, FormatError, OptionError
+from mrp_lightning.experiments.design import Sweep
 from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
 from mrp_lightning.experiments.scores import scores_of
-from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
 from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.journal.manifest import differences

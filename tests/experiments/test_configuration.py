@@ -8,8 +8,8 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from jsonargparse.typing import Path_fr
 
+from mrp_lightning.experiments.design import ModelTrials, Sweep
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.journal.manifest import differences
 

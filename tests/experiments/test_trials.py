@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning.errors import MethodError, OptionError, PatternError
+from mrp_lightning.experiments.design import ModelTrials, Sweep
 from mrp_lightning.experiments.runs import FinishedTrial
-from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.experiments.trials import ChangedOption, Trial
 
 TWO_MODELS = {

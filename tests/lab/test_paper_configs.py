@@ -11,8 +11,9 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from paper import paper_values
 
 from mrp_lightning.commands.zeroshot import PAPER_TASKS
+from mrp_lightning.experiments.design import Sweep
 from mrp_lightning.experiments.running import configure
-from mrp_lightning.experiments.sweep import Sweep, read_sweep
+from mrp_lightning.experiments.sweep import read_sweep
 from mrp_lightning.experiments.trials import Trial
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
