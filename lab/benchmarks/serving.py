@@ -66,15 +66,15 @@ def environment(threads: int) -> dict[str, str]:
     }
 
 
-def start(directory: Path) -> Any:
-    """Load a model into vLLM, in this process."""
+def start(directory: Path, *, compiled: bool = False) -> Any:
+    """Load a model into vLLM, in this process; vLLM compiles it by default."""
     from vllm import LLM
 
     return LLM(
         str(directory),
         dtype="bfloat16",
         enable_prefix_caching=False,
-        enforce_eager=True,
+        enforce_eager=not compiled,
         max_model_len=512,
         max_num_seqs=max(DECODING),
         num_gpu_blocks_override=128,
@@ -113,7 +113,7 @@ def seconds_in_llamacpp(
     return time.perf_counter() - begin
 
 
-def start_all(paths: Mapping[str, Path], threads: int) -> dict[str, Engine]:
+def start_all(paths: Mapping[str, Path], threads: int, *, compiled: bool) -> dict[str, Engine]:
     """Load all contestants in this process."""
     vocabulary = int(read_config(paths["dense"])["vocab_size"])
     # llama.cpp comes first: vLLM binds this thread to one core, and later threads with it.
@@ -124,7 +124,7 @@ def start_all(paths: Mapping[str, Path], threads: int) -> dict[str, Engine]:
         if path.suffix == ".gguf":
             llm, timed = start_llamacpp(path, threads), seconds_in_llamacpp
         else:
-            llm, timed = start(path), seconds
+            llm, timed = start(path, compiled=compiled), seconds
         engines[form] = functools.partial(timed, llm, vocabulary=vocabulary)
         engines[form](1, PREFILL, 2, 0)  # warms up
     return engines
@@ -149,10 +149,10 @@ def rate(engine: Engine, case: str, new: int, seed: int) -> float:
 
 
 def measure(
-    paths: Mapping[str, Path], threads: int, rounds: int, new: int
+    paths: Mapping[str, Path], threads: int, rounds: int, new: int, *, compiled: bool
 ) -> Iterator[dict[str, dict[str, float]]]:
     """Yield after each round the median tokens a second so far, by form and case."""
-    engines = start_all(paths, threads)
+    engines = start_all(paths, threads, compiled=compiled)
     rates: dict[str, dict[str, list[float]]] = {form: {} for form in paths}
     for seed in range(rounds + 1):
         tokens = new if seed else 1
@@ -200,10 +200,11 @@ def page(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "```"
     yield ""
     yield (
-        f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}; eager. int4 and "
-        f"int8 are compressed-tensors, in groups of {GROUP} and by rows; int8 and integers round "
-        "activations to 8 bits. Sparse weights are `bitmask` and `bitmask4`. Heads are bfloat16 "
-        "unless a row says otherwise. llama.cpp is that of llama-cpp-python "
+        f"vLLM {latest['vllm']}, torch {latest['torch']}, {latest['processor']}; eager "
+        "(`enforce_eager`) unless a title says compiled. int4 and int8 are compressed-tensors, in "
+        f"groups of {GROUP} and by rows; int8 and integers round activations to 8 bits. Sparse "
+        "weights are `bitmask` and `bitmask4`. Heads are bfloat16 unless a row says otherwise. "
+        "llama.cpp is that of llama-cpp-python "
         f"{latest['llamacpp']}, compiled for {latest['compiled_for']}; its own quantiser gives "
         "heads 6 or 8 bits. Tokens a second, medians of interleaved rounds on an idle machine. "
         f"Prompts have {PROMPT} tokens. Decoding one sequence is bound by the bandwidth of memory, "
@@ -246,6 +247,7 @@ def measure_here(options: argparse.Namespace) -> None:
     name = name_of(options.model)
     command = f"--threads {threads} --model {options.model} --rounds {options.rounds}"
     note = "Half of the weights are removed by magnitude: speed does not depend on which they are."
+    command += " --compiled" * options.compiled
     if options.sparse is not None:
         command += f" --sparse {options.sparse.name}"
         note = f"The sparse weights are those of {options.sparse.name}."
@@ -255,13 +257,15 @@ def measure_here(options: argparse.Namespace) -> None:
     content = {
         "command": command,
         "threads": threads,
-        "title": name,
+        "title": name + ", compiled" * options.compiled,
         "note": note,
         "machine": machine(),
         "megabytes": {form: size_of(path) / 1e6 for form, path in paths.items()},
     }
-    file = RUNS / f"{name_of(options.model)}-{threads}.json"
-    for count, rates in enumerate(measure(paths, threads, options.rounds, options.tokens), 1):
+    compiled = options.compiled
+    file = RUNS / f"{name_of(options.model)}-{threads}{'-compiled' * compiled}.json"
+    measured = measure(paths, threads, options.rounds, options.tokens, compiled=compiled)
+    for count, rates in enumerate(measured, 1):
         file.write_text(json.dumps(content | {"rounds": count, "rates": rates}, indent=1))
 
 
@@ -284,6 +288,7 @@ def main() -> None:
     option("--sparse", type=Path, metavar="DIR", help=text)
     option("--rounds", type=int, default=5)
     option("--tokens", type=int, default=16, help="new tokens of each sequence")
+    option("--compiled", action="store_true", help="let vLLM compile the models, as it does alone")
     option("--out", type=Path, help="page to write, such as lab/results/serving.md")
     option("--prepare", action="store_true", help="only write the models")
     option("--here", action="store_true", help=argparse.SUPPRESS)
