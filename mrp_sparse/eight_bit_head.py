@@ -113,16 +113,15 @@ class Head:
             ties = model.all_tied_weights_keys
             model.all_tied_weights_keys = {a: b for a, b in ties.items() if not {a, b} & weights}
 
-    def put_dense(self, model: Any, original: Any, dtype: torch.dtype | None) -> None:
+    def put_dense(self, model: Any, original: Any) -> None:
         """Replace the head of 8 bits, and its embeddings, by dense modules with the same values.
 
         Args:
             model: The model with a head of 8 bits.
             original: A model of the same class on the meta device, whose modules are used.
-            dtype: Dtype of the weight; `None` is that of the scales.
         """
         packed: EightBitLinear = model.get_submodule(self.name)
-        dense = packed.give(original.get_submodule(self.name), dtype)
+        dense = packed.give(original.get_submodule(self.name))
         model.set_submodule(self.name, dense)
         if self.table is not None:
             table = original.get_submodule(self.table).train(packed.training)

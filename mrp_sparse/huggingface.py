@@ -129,10 +129,16 @@ class PackedQuantizer(HfQuantizer):
         layers = {name: model.get_submodule(name) for name in names}
         return {name: layer for name, layer in layers.items() if isinstance(layer, PackedLinear)}
 
-    def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None) -> Any:
-        """Replace the packed layers, and the head, in place by the dense layers of the class."""
-        # `dtype` may be a name, as in a saved configuration.
-        kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    def dequantize(
+        self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None
+    ) -> "PreTrainedModel":
+        """Replace the packed layers, and the head, in place by the dense layers of the class.
+
+        All weights are cast to a `dtype`, or to that of a name; by default they keep theirs.
+        """
+        # Not by the base class: it casts the packed layers alone, by default to the dtype in which
+        # the model was loaded, and a model whose layers differ in it cannot run.
+        kind: Any = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers = self._layers(model)
         if any(t.is_meta for layer in layers.values() for t in layer.state_dict().values()):
             raise OptionError(
@@ -145,9 +151,12 @@ class PackedQuantizer(HfQuantizer):
             original = type(model)(model.config)
         for name, packed in layers.items():
             if isinstance(packed, EightBitLinear):
-                Head.of(original).put_dense(model, original, kind)
+                Head.of(original).put_dense(model, original)
             else:
-                model.set_submodule(name, packed.give(original.get_submodule(name), kind))
+                model.set_submodule(name, packed.give(original.get_submodule(name)))
+        self.remove_quantization_config(model)
+        if kind is not None:
+            nn.Module.to(model, kind)  # PreTrainedModel.to has another signature
         return model
 
     def get_state_dict_and_metadata(

@@ -69,7 +69,7 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     for name, linear in dense.items():
         layer: Any = module.get_submodule(name)
         if layer.FORMAT.row_offsets is not None and layer.weight.device.type != "cpu":
-            module.set_submodule(name, layer.give(linear, None))
+            module.set_submodule(name, layer.give(linear))
     if _has_fast_path(module, dense):
         log.warning(
             "In evaluation torch's TransformerEncoderLayer multiplies with the dense weights of "

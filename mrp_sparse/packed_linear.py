@@ -155,21 +155,19 @@ class PackedLinear(nn.Module):
         has_bias = self.bias is not None
         # Both tensors are assigned by `give`: on the meta device none is allocated before.
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
-        return self.give(linear, None)
+        return self.give(linear)
 
-    def give(self, dense: Dense, dtype: torch.dtype | None) -> Dense:
+    def give(self, dense: Dense) -> Dense:
         """Assign the weight and the bias, trainable, to a dense layer, and return that layer.
 
-        Args:
-            dense: An `nn.Linear` or a `Conv1D` of this shape, on any device.
-            dtype: Dtype of the assigned tensors; `None` is that of this layer.
+        It is an `nn.Linear` or a `Conv1D` of this shape, on any device.
         """
-        weight = self.dense_weight().to(dtype)
+        weight = self.dense_weight()
         # Conv1D holds Wᵀ, here as a copy: safetensors does not save strided views.
         stored = weight if isinstance(dense, nn.Linear) else weight.T.contiguous()
         dense.weight = nn.Parameter(stored)
         if self.bias is not None:
-            dense.bias = nn.Parameter(self.bias.detach().to(dtype))
+            dense.bias = nn.Parameter(self.bias.detach())
         return dense.train(self.training)
 
     def extra_repr(self) -> str:

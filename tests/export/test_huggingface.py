@@ -54,8 +54,10 @@ def test_transformers_loads_saves_and_makes_them_dense(exported, ids, tmp_path):
     dense = model.dequantize()
     with torch.inference_mode():
         assert torch.equal(dense(ids).logits, expected)
-        halved = export.load(exported.packed).dequantize(dtype=torch.float16)
-    assert halved.model.layers[0].mlp.up_proj.weight.dtype == torch.float16
+        for name, cast in (("float16", torch.float16), (None, torch.float64)):
+            model = export.load(exported.packed).to(torch.float64).dequantize(dtype=name)
+            assert {tensor.dtype for tensor in model.parameters()} == {cast}
+            assert model(ids).logits.dtype == cast
     dense.save_pretrained(tmp_path / "dense")
     assert_equal_files(exported.source, tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
