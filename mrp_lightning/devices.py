@@ -29,8 +29,8 @@ def device_named(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
-    # torch knows the names of devices that this package is not made for, such as meta or mps.
-    if device.type not in ("cpu", "cuda"):
+    # torch knows the names of devices that this package is not made for, such as meta or cpu:1.
+    if str(device) != "cpu" and device.type != "cuda":
         raise OptionError(f"`--device {name}`: expected cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(

@@ -237,7 +237,7 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
     (tmp_path / "empty" / "config.json").write_text("{}")
     assert "holds no weights" in refusal([str(tmp_path / "empty")], capsys)
     assert "nearest names: " in refusal([llama, "--skip", "up_porj"], capsys)
-    for device in ("meta", "nonsense"):
+    for device in ("meta", "nonsense", "cpu:3"):
         assert "`--device" in refusal([llama, "--device", device], capsys)
     if not torch.cuda.is_available():
         assert "no CUDA device" in refusal([llama, "--device", "cuda"], capsys)
