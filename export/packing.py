@@ -7,10 +7,10 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from export.speed import measure
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError, first_line
 from mrp_lightning.storage.files import output_path, save_text
-from mrp_lightning.storage.json_files import as_json
+from mrp_lightning.storage.json_files import as_json, read_json
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
@@ -153,7 +153,15 @@ class Packed(Target[ExportReport]):
         return write_packed(job.source, directory, report.packed, report.head, settings)
 
     def check(self, job: Job, report: ExportReport, directory: Path) -> None:
-        """Compare bits, products and logits; on a CUDA device measure the speed of 2:4."""
+        """Compare bits, products and logits; on a CUDA device measure the speed of 2:4.
+
+        An export that was written before must have been written by these options.
+        """
+        if job.options.check_only:
+            chosen = job.options.activations
+            given = {} if chosen is None else {"activations": None if chosen == "exact" else chosen}
+            given |= {"head": report.head and report.head.settings}
+            _require_settings(directory, {"quant_method": self.quant_method(report), **given})
         report.exported_bytes = open_checkpoint(directory).num_bytes
         report.parity = check_parity(
             job.source,
@@ -172,6 +180,27 @@ class Packed(Target[ExportReport]):
             report.notes.append(f"logits not compared: {reason}")
         elif job.device.type == "cuda" and self.form is SPARSE24 and report.head is None:
             _measure(job, report, directory)
+
+    def quant_method(self, report: ExportReport) -> str | None:
+        """Return the `quant_method` of the written files, `None` if they have none."""
+        return report.packed[0].form.quant_method
+
+
+def _require_settings(directory: Path, expected: Mapping[str, Any]) -> None:
+    """Raise an `OptionError` if the files of an export say that it had other options."""
+    path = directory / "config.json"
+    config = read_json(path, "export the pruned model again") if path.is_file() else {}
+    written = config.get("quantization_config") or {}
+    different = [
+        f"`{key}` is {written.get(key)!r}, expected {value!r}"
+        for key, value in expected.items()
+        if written.get(key) != value
+    ]
+    if different:
+        raise OptionError(
+            f"`--out` {directory} is no export with these options, by `quantization_config` of its "
+            f"config.json: {'; '.join(different)}. Give the options that it was made with."
+        )
 
 
 def _keep_activations(parity: Parity, directory: Path, notes: list[str]) -> None:
@@ -205,6 +234,9 @@ class Dense(Packed):
 
     name = "dense"
 
+    def quant_method(self, report: ExportReport) -> None:
+        """Return `None`: the files are those of any dense checkpoint."""
+
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
         """Write the tensors with their zeros as safetensors, as `Target.write` asks."""
         return write_dense(job.source, directory, report.packed)
@@ -214,6 +246,10 @@ class Torchao(Packed):
     """The packed 2:4 format, of which torchao multiplies with the layers on a CUDA device."""
 
     name = "torchao"
+
+    def quant_method(self, report: ExportReport) -> str:  # noqa: ARG002
+        """Return the `quant_method` of files that torchao multiplies with."""
+        return TORCHAO
 
     def require(self, options: Namespace) -> None:
         """Raise an OptionError on machines where torchao's tensors do not run."""
@@ -241,7 +277,7 @@ class Torchao(Packed):
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
         """Write packed tensors under torchao's `quant_method`, as `Target.write` asks."""
-        settings = {"quant_method": TORCHAO}
+        settings = {"quant_method": self.quant_method(report)}
         return write_packed(job.source, directory, report.packed, settings=settings)
 
 
@@ -274,7 +310,9 @@ class CompressedTensors(Target[IntegerReport]):
         return write_compressed(job.source, directory, report.chosen)
 
     def check(self, job: Job, report: IntegerReport, directory: Path) -> None:
-        """Compare all weights with the source's bit by bit."""
+        """Compare all weights with the source's bit by bit; see `Packed.check`."""
+        if job.options.check_only:
+            _require_settings(directory, {"quant_method": COMPRESSED})
         check_compressed(job.source, directory, report.chosen)
         report.exported_bytes = open_checkpoint(directory).num_bytes
 

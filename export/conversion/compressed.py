@@ -256,6 +256,8 @@ def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) ->
     for name, tensor in source.tensors():
         if (layer := packed.get(name)) is None:
             other = written.get(name)
+        elif not {*_names(layer)} <= written.keys():
+            other = None
         else:
             words, scales, shape = (written[key] for key in _names(layer))
             # The last word of a row may hold more codes.

@@ -172,6 +172,11 @@ def test_a_check_says_what_it_found(pruned, capsys):
     shown = capsys.readouterr().out
     assert "14 layers in 4 bits" in shown
     assert shown.endswith(f"Checked: {out}\n")
+    others = [run, *NAMED, "--check-only", "--out"]
+    shown = refusal([*others, pruned(name="dense", **GRID)], capsys)
+    assert "`quant_method` is None, expected 'compressed-tensors'" in shown
+    change(out, **{"model.layers.0.mlp.up_proj.weight_scale": None})
+    assert "layers.0.mlp.up_proj.weight. " in refusal([*others, out], capsys, status=1)
 
 
 IN_FILES = {

@@ -296,8 +296,12 @@ def test_by_default_they_are_rounded_where_perplexity_rises_by_half_a_percent_at
     assert ("not rounded: it would change the perplexity" in shown) is not is_free
     model = export.load(packed)
     assert {m.eight_bit_activations for m in layers_of(model)} == {is_free}
-    main([str(source), "--check-only", "--device", "cpu"])
+    check = [str(source), "--check-only", "--device", "cpu"]
+    asked = "int8" if is_free else "exact"
+    main([*check, "--activations", asked])
     assert settings_of(packed).get("activations") == ("int8" if is_free else None)
+    other = "exact" if is_free else "int8"
+    assert "no export with these options" in refusal([*check, "--activations", other], capsys)
 
 
 def test_by_default_they_stay_where_their_effect_on_text_is_unknown(exports, tmp_path, capsys):
