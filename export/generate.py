@@ -5,6 +5,7 @@ each start, and CUDA graphs replay it; if it cannot, a warning says why, and eac
 Python, as on a CPU.
 """
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def _parser() -> Any:
     parser = CommandParser("mrp-lightning generate", str(__doc__))
     option = parser.add_argument
     option("directory", metavar="DIR", help="a packed (or dense) model")
-    option("--prompt", required=True, metavar="TEXT", help="how the text begins")
+    option("--prompt", type=_text, required=True, metavar="TEXT", help="how the text begins")
     text = "a model that writes the same first, to compare with"
     option("--compare", metavar="DENSE_DIR", help=text)
     text = "default: 128"
@@ -45,6 +46,15 @@ def _parser() -> Any:
     text = "bits of the head, on a CPU; 8 is faster and less exact"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     return parser
+
+
+def _text(text: str) -> str:
+    # The command line may hold bytes of any encoding, which no tokenizer reads.
+    if not text or any(0xD800 <= ord(character) < 0xE000 for character in text):
+        raise argparse.ArgumentTypeError(
+            f"expected the beginning of a text, in UTF-8; got {text!r}"
+        )
+    return text
 
 
 if __name__ == "__main__":

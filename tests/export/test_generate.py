@@ -45,6 +45,9 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
     for number in ("0", "-1", "many"):
         shown = refused(str(llama), "--prompt", "a", "--max-new-tokens", number)
         assert f"`--max-new-tokens`: expected a number from 1, got '{number}'" in shown
+    for prompt in ("", "a\udcff"):
+        shown = refused(str(llama), "--prompt", prompt)
+        assert "`--prompt`: expected the beginning of a text, in UTF-8; got" in shown
     assert "holds no config.json" in refused(str(tmp_path), "--prompt", "a")
     for file in llama.glob("tokenizer*"):
         file.unlink()
