@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mrp_ground.errors import OptionError
 from mrp_sparse.formats.eight_bit import EIGHT_BIT, unpack, why_not_rounded
-from mrp_sparse.packed_linear import PackedLinear
+from mrp_sparse.packed_linear import CAST, PackedLinear, is_in_source
 
 
 class EightBitLinear(PackedLinear):
@@ -77,7 +77,7 @@ class Head:
 
         Raises:
             OptionError: There is no linear head, its columns are no multiple of 16, or its weight
-                is tied to other modules than plain embeddings.
+                is tied to other modules than plain embeddings, or the model casts to its dtype.
         """
         layer = model.get_output_embeddings()
         kind = type(model).__name__
@@ -89,6 +89,8 @@ class Head:
             raise OptionError(reason)
         names = {id(module): name for name, module in model.named_modules()}
         name = names[id(layer)]
+        if is_in_source(model, name, CAST):
+            raise OptionError(f"{kind} casts to the dtype of its head's weight: to whole numbers")
         tied = _tied_to(model, f"{name}.weight", layer.weight)
         if not tied:
             return cls(name, None)

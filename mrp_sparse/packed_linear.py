@@ -5,6 +5,9 @@ The layers hold plain tensors, so that state dicts, safetensors, `deepcopy`, `to
 describes the stored tensors byte by byte.
 """
 
+import functools
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Self, TypeVar
@@ -29,6 +32,33 @@ Dense = TypeVar("Dense", bound=nn.Module)
 def is_packable(module: nn.Module) -> bool:
     """Return whether the module is an `nn.Linear`, a `Conv1D` of transformers, or of a subclass."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+CAST = r"\.to\((?:dtype=)?self\.(\w+)\.weight\.dtype\)"
+"""The pattern of a cast to the dtype of a child's weight, which is no floating one for codes."""
+
+
+def is_in_source(model: nn.Module, name: str, pattern: str) -> bool:
+    """Return whether the source of the module around a module has a pattern with its name.
+
+    Args:
+        model: The model.
+        name: The name of the module in it.
+        pattern: A regular expression, whose groups match names.
+    """
+    owner, _, child = name.rpartition(".")
+    return child in _in_source(type(model.get_submodule(owner)), pattern)
+
+
+@functools.cache
+def _in_source(kind: type, pattern: str) -> frozenset[str]:
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
+        return frozenset()
+    return frozenset(
+        name for found in re.finditer(pattern, source) for name in found.groups() if name
+    )
 
 
 def weight_matrix(linear: Any) -> Tensor:

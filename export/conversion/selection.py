@@ -3,14 +3,10 @@
 The claims of a pruning report are checked on the weights before.
 """
 
-import functools
-import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +27,7 @@ from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, count_bytes, decompose
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
-from mrp_sparse.packed_linear import is_packable
+from mrp_sparse.packed_linear import CAST, is_in_source, is_packable
 
 _FOUR_BITS = grid_of_bits(4)
 """The grid of `bitmask4`, on which weights of fewer bits, or of more of its groups, lie, too."""
@@ -112,22 +108,10 @@ def is_read_directly(model: nn.Module, name: str) -> bool:
     Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by
     `out_proj.weight`: such code needs the dense matrix.
     """
-    owner, _, child = name.rpartition(".")
-    parent = model.get_submodule(owner)
-    kind: Any = type(parent)
-    return isinstance(parent, nn.MultiheadAttention) or child in _read_directly(kind)
-
-
-@functools.cache
-def _read_directly(kind: type) -> frozenset[str]:
-    """Return the children by whose `weight` a class's own source multiplies (@, linear), if any."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
-        return frozenset()
+    parent = model.get_submodule(name.rpartition(".")[0])
     weight = r"self\.(\w+)\.weight\b"
     uses = rf"{weight}\s*@|@\s*{weight}|\blinear\([^()]*,\s*{weight}"
-    return frozenset(name for names in re.findall(uses, source) for name in names if name)
+    return isinstance(parent, nn.MultiheadAttention) or is_in_source(model, name, uses)
 
 
 @dataclass(frozen=True)
@@ -420,6 +404,8 @@ class _Search:
                 yield name, _TIED
             elif is_read_directly(model, name):
                 yield name, "the module around it multiplies with its weight itself"
+            elif self.finds_codes and is_in_source(model, name, CAST):
+                yield name, "the module around it casts its inputs to its weight's dtype: to codes"
 
     def _examine(self, choice: LayerChoice, tensor: Tensor, reason: str | None) -> LayerChoice:
         """Return the choice with its counts, or with the reason why the layer stays dense.

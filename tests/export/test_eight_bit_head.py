@@ -160,5 +160,8 @@ def test_a_model_without_a_head_is_refused():
         odd = tiny(vocab_size=32)
         odd.model.layers[0].mlp.up_proj.weight = odd.lm_head.weight
         round_head(odd)
+    mamba = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=1)
+    with pytest.raises(OptionError, match="MambaForCausalLM casts to the dtype of its head's w"):
+        round_head(AutoModelForCausalLM.from_config(mamba))
     with pytest.raises(PatternError, match="a multiple of 16, got 72"):
         EightBitLinear(72, 8)

@@ -22,7 +22,7 @@ from mrp_lightning.models.checkpoint import build_without_weights, names_in_mode
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.plan import make_plan
 
-from .conftest import keep_two_of_four, write_report
+from .conftest import keep_two_of_four, onto_grid, write_report
 
 EXPERT = "it is an expert of a stack; the format packs linear layers"
 READ = "the module around it multiplies with its weight itself"
@@ -45,9 +45,10 @@ def prune(tmp_path: Path) -> Callable[[Any], Path]:
     return write
 
 
-def exported(source: Path) -> dict[str, str | None]:
+def exported(source: Path, *options: str) -> dict[str, str | None]:
     """Export; for each layer of the report, why it is dense."""
-    main([str(source), "--overwrite"])
+    out = source.with_name("model-sparse24")
+    main([str(source), "--out", str(out), "--overwrite", *options])
     report = json.loads((source.with_name("model-sparse24") / "export_report.json").read_text())
     return {row["name"]: row["dense_because"] for row in report["layers"]}
 
@@ -124,6 +125,20 @@ def test_a_weight_that_is_used_without_its_layer_stays_dense(family, rank, prune
     reasons = exported(source)
     assert {reason for name, reason in reasons.items() if name.endswith("dt_proj")} == {READ}
     assert_same_logits(source, type(model).__name__, families.batches(family, padding=False))
+
+
+def test_inputs_are_never_cast_to_codes(prune):
+    """T5 casts those of `wo` to the dtype of its weight."""
+    source = prune(families.build("t5"))
+    tensors = load_file(source / "model.safetensors")
+    for name in pruned_layers(source):
+        tensors[f"{name}.weight"] = onto_grid(tensors[f"{name}.weight"])
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    reasons = exported(source, "--format", "bitmask4")
+    dense = {name for name, reason in reasons.items() if "dtype: to codes" in str(reason)}
+    assert dense == {name for name in pruned_layers(source) if name.endswith(".wo")}
+    kind = "T5ForConditionalGeneration"
+    assert_same_logits(source, kind, families.batches("t5", padding=False))
 
 
 def test_the_projection_of_torchs_own_attention_stays_dense():
