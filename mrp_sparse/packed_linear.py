@@ -26,12 +26,20 @@ from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.kernels.dispatch import why_not_compressed
 from mrp_sparse.upstream import compress_cusparselt
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes of weights that can be packed."""
 Dense = TypeVar("Dense", bound=nn.Module)
 
 
 def is_packable(module: nn.Module) -> bool:
-    """Return whether the module is an `nn.Linear`, a `Conv1D` of transformers, or of a subclass."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """Return whether the module multiplies as `nn.Linear` or the `Conv1D` of transformers does.
+
+    A subclass with a `forward` of its own may return another thing, as routers of experts do.
+    """
+    kind: Any = type(module)
+    # Falcon's adds the bias in an operation of its own.
+    is_plain = kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
+    return (isinstance(module, nn.Linear) and is_plain) or is_conv1d(module)
 
 
 CAST = r"\.to\((?:dtype=)?self\.(\w+)\.weight\.dtype\)"
@@ -47,7 +55,8 @@ def is_in_source(model: nn.Module, name: str, pattern: str) -> bool:
         pattern: A regular expression, whose groups match names.
     """
     owner, _, child = name.rpartition(".")
-    return child in _in_source(type(model.get_submodule(owner)), pattern)
+    kind: Any = type(model.get_submodule(owner))
+    return child in _in_source(kind, pattern)
 
 
 @functools.cache
@@ -215,7 +224,8 @@ class PackedLinear(nn.Module):
         Raises:
             PatternError: Its weight does not have the zeros or the shape that the format needs.
             FormatError: Its weight is not on the grid of `Bitmask4Linear`.
-            TargetError: The module is of another class.
+            TargetError: The module is of another class, or its weight of another dtype or on the
+                meta device.
         """
         if not is_packable(linear):
             raise TargetError(
@@ -223,6 +233,11 @@ class PackedLinear(nn.Module):
                 f"{type(linear).__name__}. Give one of these."
             )
         weight = weight_matrix(linear)
+        if weight.is_meta or weight.dtype not in DTYPES:
+            raise TargetError(
+                f"{cls.__name__}.from_linear needs a weight with data in "
+                f"{', '.join(map(str, DTYPES))}; got {weight.dtype} on {weight.device}."
+            )
         layer = cls.from_packed(cls.FORMAT.pack(weight), weight.shape[1])
         if isinstance(linear.bias, Tensor):
             layer.bias = frozen(linear.bias.detach())

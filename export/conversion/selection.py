@@ -27,7 +27,7 @@ from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, count_bytes, decompose
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
-from mrp_sparse.packed_linear import CAST, is_in_source, is_packable
+from mrp_sparse.packed_linear import CAST, DTYPES, is_in_source, is_packable
 
 _FOUR_BITS = grid_of_bits(4)
 """The grid of `bitmask4`, on which weights of fewer bits, or of more of its groups, lie, too."""
@@ -258,7 +258,6 @@ def _listed(choices: Sequence[LayerChoice]) -> str:
     return listed({choice.name: choice.reason or "" for choice in choices})
 
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SKIPPED = "left out by `--skip`"
 _TIED = "its weight is tied to another module's"  # packing would untie them
 _COUNTING = "counting zeros"
@@ -418,7 +417,7 @@ class _Search:
         weight = choice.matrix(tensor)
         if claim is not None and reason != _SKIPPED:
             choice = replace(choice, breach=claim.breach(weight))
-        if reason is None and weight.dtype not in _DTYPES:
+        if reason is None and weight.dtype not in DTYPES:
             reason = f"its weight is {weight.dtype}"
         choice = replace(choice, shape=(weight.shape[0], weight.shape[1]), reason=reason)
         if reason is not None:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 import export
 from export import Bitmask4Linear, BitmaskLinear, Sparse24Linear
-from mrp_lightning.errors import FormatError, OptionError, PatternError
+from mrp_lightning.errors import FormatError, OptionError, PatternError, TargetError
 
 from .conftest import keep_two_of_four, onto_grid
 
@@ -334,6 +334,18 @@ def test_a_layer_that_does_not_fit_is_refused():
         Sparse24Linear(12, 4)
     with pytest.raises(PatternError, match="not 2:4"):
         Sparse24Linear.from_linear(nn.Linear(16, 4))
+
+
+def test_from_linear_refuses_what_it_would_change_or_cannot_read(kind):
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    with pytest.raises(TargetError, match="or transformers' `Conv1D`; got a Doubled"):
+        kind[0].from_linear(Doubled(64, 8))
+    for options in ({"device": "meta"}, {"dtype": torch.complex64}):
+        with pytest.raises(TargetError, match="needs a weight with data in "):
+            kind[0].from_linear(nn.Linear(64, 8, **options))
 
 
 of_24 = pytest.mark.parametrize("kind", KINDS[:1], indirect=True, ids=["2:4"])

@@ -127,6 +127,17 @@ def test_a_weight_that_is_used_without_its_layer_stays_dense(family, rank, prune
     assert_same_logits(source, type(model).__name__, families.batches(family, padding=False))
 
 
+def test_a_linear_layer_that_returns_another_thing_stays_dense(prune):
+    """The routers of Llama 4 return two tensors."""
+    model = families.build("llama4_text")
+    for name, module in model.named_modules():
+        if name.endswith(".router"):
+            module.weight.data = keep_two_of_four(module.weight.data)
+    source = prune(model)
+    assert not any(name.endswith(".router") for name in exported(source))
+    assert_same_logits(source, type(model).__name__, families.batches("llama4_text", padding=False))
+
+
 def test_inputs_are_never_cast_to_codes(prune):
     """T5 casts those of `wo` to the dtype of its weight."""
     source = prune(families.build("t5"))
