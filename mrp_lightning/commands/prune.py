@@ -273,13 +273,29 @@ def _distilled(
 
 
 def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> list["Conversion"]:
-    """Return the commands that convert the result."""
+    """Return the commands that convert the result.
+
+    Raises:
+        OptionError: A command would refuse the result, hours later.
+    """
     from mrp_lightning.commands.comparison import Conversion
+    from mrp_lightning.solver.patterns import Unstructured
 
     again = ["--overwrite"] * options.overwrite
-    grid = None if settings is None else settings.recipe.grid
     conversions = []
-    form = options.format
+    form, recipe = options.format, None if settings is None else settings.recipe
+    if (options.pack or form) and (settings is None or settings.structure is not None):
+        option = "format" if form else "pack"
+        raise OptionError(
+            "the result is smaller, and has no zeros to pack. Leave this out.", option
+        )
+    grid = None if recipe is None else recipe.grid
+    if form in ("bitmask4", "compressed-tensors") and grid is None:
+        raise OptionError(f"{form} is for few bits. Give `--bits` or `--grid`, too.", "format")
+    if form == "packed" and recipe is not None and isinstance(recipe.pattern, Unstructured):
+        raise OptionError("packed is for `--pattern 2:4`. Give that, or leave this out.", "format")
+    if recipe is not None and recipe.is_of_head_alone:
+        grid = recipe.head_grid
     if options.pack and form is None and grid is not None and grid.engine is not None:
         if grid.engine == "llama.cpp":
             raise OptionError(
@@ -295,6 +311,9 @@ def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> 
     if options.gguf:
         if options.gguf.suffix != ".gguf":
             raise OptionError(f"expected a file that ends in .gguf. Got {options.gguf}.", "gguf")
+        if out.resolve() in options.gguf.resolve().parents:
+            # `--overwrite` would refuse to replace the directory, for a file that is not its own.
+            raise OptionError(f"expected a file outside of {out}. Got {options.gguf}.", "gguf")
         # The file's tokenizer has all of its words.
         is_like = options.model.endswith(".gguf") and options.vocabulary is None
         like = ["--like", options.model] if is_like else []

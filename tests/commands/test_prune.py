@@ -74,9 +74,17 @@ def test_the_next_step_converts_for_what_runs_the_model(settings, command):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--grid=iq4_nl", "--pack"], "`--pack`: iq4_nl is a type of llama.cpp")],
+    [
+        (["--grid=iq4_nl", "--pack"], "`--pack`: iq4_nl is a type of llama.cpp"),
+        (["--head-grid=q4_0", "--pack"], "`--pack`: q4_0 is a type of llama.cpp"),
+        (["--structure=neurons", "--sparsity=0.2", "--pack"], "`--pack`: the result is smaller"),
+        (["--sparsity=0.5", "--format=bitmask4"], "`--format`: bitmask4 is for few bits"),
+        (["--sparsity=0.5", "--format=packed"], "`--format`: packed is for `--pattern 2:4`"),
+        (["--bits=4", "--out=a", "--gguf=a/b.gguf"], "`--gguf`: expected a file outside of a."),
+    ],
 )
 def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, capsys):
+    """Before the pruning: only `prune` of all commands knows what the result will be."""
     with pytest.raises(SystemExit):
         main(["prune", str(tiny_llama), *options])
     assert message in capsys.readouterr().err
