@@ -279,11 +279,14 @@ def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> 
         OptionError: A command would refuse the result, hours later.
     """
     from mrp_lightning.commands.comparison import Conversion
+    from mrp_lightning.commands.main import command_module
     from mrp_lightning.solver.patterns import Unstructured
 
     again = ["--overwrite"] * options.overwrite
     conversions = []
     form, recipe = options.format, None if settings is None else settings.recipe
+    if form and form not in (formats := command_module("export").FORMATS):
+        raise OptionError(f"expected one of {', '.join(formats)}. Got {form}.", "format")
     if (options.pack or form) and (settings is None or settings.structure is not None):
         option = "format" if form else "pack"
         raise OptionError(
