@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -70,7 +70,8 @@ def load_tasks(
     Raises:
         DependencyError: lm-eval is not installed.
         MissingFileError: `include_path` is no directory.
-        OptionError: A name matches no task; the nearest names are listed.
+        OptionError: A name matches no task; the nearest names are listed. Or a task has too few
+            samples for `num_fewshot`.
         DataError: Data sets cannot be read; the message lists all of them.
     """
     with extra("zeroshot", "Running zero-shot tasks"):
@@ -117,9 +118,19 @@ def load_tasks(
             "of the same schema as YAML tasks and name their directory with `include_path`.",
             "tasks",
         )
-    for task in tasks.values():
+    short = []
+    for name, task in tasks.items():
         if task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
+            # One more, since a sample is no example of itself where both are of one split.
+            examples = islice(task.fewshot_docs() if num_fewshot else [], num_fewshot + 1)
+            short += [name] if num_fewshot and len([*examples]) <= num_fewshot else []
+    if short:
+        raise OptionError(
+            f"got {num_fewshot}, and {', '.join(short)} has no more samples to show as examples. "
+            "Give a smaller number.",
+            "num_fewshot",
+        )
     return Tasks(manager, loaded, tasks)
 
 
