@@ -18,7 +18,7 @@ from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
 from export.loading import load
-from mrp_lightning.errors import ParityError
+from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.text.sources import StandardLibrary
@@ -159,7 +159,13 @@ def check_parity(
     _compare_bits(source, directory, layers, head, parity)
     if parity.failures:
         return parity
-    model = load(directory) if source.config else None
+    try:
+        model = load(directory) if source.config else None
+    except FormatError:
+        # Of a source that cannot be loaded, either, the error is about that: nothing is wrong with
+        # the export, whose directory will be gone.
+        source.load()
+        raise
     modules = {} if model is None else dict(model.named_modules())
     is_rounded = any(getattr(m, "eight_bit_activations", False) for m in modules.values())
     if model is not None:

@@ -272,6 +272,15 @@ def test_fewer_blocks_than_the_files_hold_are_refused(llama, capsys):
     assert "1 of `model.layers`, and the files hold 1 more" in shown
 
 
+def test_what_is_wrong_with_the_source_is_said_of_it_and_not_of_the_export(llama, capsys):
+    config = json.loads((llama / "config.json").read_text())
+    for key, message in (("num_hidden_layers", "lacks weights"), ("hidden_size", "other shapes")):
+        change = {key: 3 if key == "num_hidden_layers" else 128}
+        (llama / "config.json").write_text(json.dumps(config | change))
+        shown = refusal([llama], capsys)
+        assert f"the checkpoint {llama} {message}" in shown.replace("has weights of ", "")
+
+
 def test_a_stale_index_is_not_read_where_transformers_would_not_read_it(llama, capsys):
     index = llama / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
