@@ -240,6 +240,13 @@ def _distilled(
             "it trains what a pruning kept. Give `--sparsity`, `--pattern` or `--structure`, too.",
             "tokens",
         )
+    if prune.settings.structure is not None and prune.settings.recipe.grids:
+        raise OptionError(
+            f"what is left after a distillation of fewer {prune.settings.structure} is rounded by "
+            "a run of its own. Leave it out, and give it to a second `prune`, of what this run "
+            "saves.",
+            "head_grid",
+        )
     is_tuned = prune.settings.target == "dense" or prune.settings.block_tuning is not None
     if is_tuned and not prune.settings.recipe.grids:
         raise OptionError(

@@ -370,6 +370,13 @@ def test_tuning_before_a_distillation_is_refused(tiny_llama, capsys):
         assert "gain nothing before a distillation" in capsys.readouterr().err
 
 
+def test_units_are_not_removed_a_second_time_to_round_the_head(tiny_llama, capsys):
+    prune = ["prune", str(tiny_llama), "--structure=neurons", "--sparsity=0.5", "--head-grid=q8_0"]
+    with pytest.raises(SystemExit):
+        main([*prune, "--distill=640"])
+    assert "`--head-grid`: what is left after a distillation of fewer" in capsys.readouterr().err
+
+
 def test_bits_alone_are_not_distilled(tiny_llama, capsys):
     with pytest.raises(SystemExit):
         main(["prune", str(tiny_llama), "--bits=4", "--distill=640"])
