@@ -274,7 +274,8 @@ class DistilledPruning:
         settings = self.prune.settings.without_grids()
         # Distillation gains what the first two do before it; rounding, after it, needs them.
         settings |= {"target": "own", "tuning": False}
-        settings["tolerance"] = settings["tolerance"] or _TOLERANCE
+        if self.prune.settings.structure is None:
+            settings["tolerance"] = settings["tolerance"] or _TOLERANCE
         alone = PruningCallback(save_dir=pruned, resume=self.prune.resume, **settings)
         if pruned.is_dir():  # it appears when it is complete
             alone.report = PruningReport.load(pruned / NAME_OF_REPORT)

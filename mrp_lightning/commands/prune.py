@@ -168,7 +168,7 @@ def _settings(options: Namespace) -> "Settings | None":
     chosen = {name: value for name, value in values.items() if value is not None}
     if not chosen.keys() & {"pattern", "sparsity", "bits", "grid", "head_grid"}:
         if options.vocabulary is not None:
-            if others := [*chosen, *(["recipe"] if options.recipe else [])]:
+            if others := [*chosen, *(x for x in ("recipe", "own") if getattr(options, x))]:
                 raise OptionError(
                     "alone it cuts the vocabulary and prunes nothing, so that "
                     f"{', '.join(f'`{name}`' for name in others)} would mean nothing. Leave this "
@@ -295,9 +295,10 @@ def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> 
     if form and form not in (formats := command_module("export").FORMATS):
         raise OptionError(f"expected one of {', '.join(formats)}. Got {form}.", "format")
     if (options.pack or form) and (settings is None or settings.structure is not None):
-        option = "format" if form else "pack"
         raise OptionError(
-            "the result is smaller, and has no zeros to pack. Leave this out.", option
+            "neither `--structure` nor `--vocabulary` alone leaves zeros or few bits to pack. "
+            "Leave it out: what is saved is smaller as it is.",
+            "format" if form else "pack",
         )
     grid = None if recipe is None else recipe.grid
     if form in ("bitmask4", "compressed-tensors") and grid is None:

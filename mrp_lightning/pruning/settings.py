@@ -19,7 +19,10 @@ _ALLOCATIONS = ("uniform", "output")
 TARGETS = ("own", "dense")
 
 _NAMES = ("targets", "ignore", "blocks")
-_NOT_WHOLE = ("pattern", "allocation", "targets", "ignore", "blocks", "skip_indivisible")
+_NOT_WHOLE = (
+    *("pattern", "allocation", "targets", "ignore", "blocks", "skip_indivisible"),
+    *("block_size", "tolerance"),
+)
 """Settings that exclude `structure`, since they choose layers, or weights within a layer."""
 _OF_PARTS = (*_NOT_WHOLE, "method", "target", "tuning", "balance", "bits", "grid", "head_grid")
 """Settings that exclude `structure: blocks`, which leaves no part of a block to choose or tune."""

@@ -212,6 +212,7 @@ def test_a_block_that_reads_its_number_when_it_runs_is_recognised(tmp_path):
         ({"method": "JM"}, "Leave out `method`"),
         ({"sparsity": None, "pattern": "2:4"}, "Leave out `pattern`"),
         ({"bits": 4}, "Leave out `bits`"),
+        ({"block_size": 64, "tolerance": 0.1}, "Leave out `block_size`, `tolerance`"),
     ],
 )
 def test_what_has_no_meaning_for_blocks_is_refused(options, message):

@@ -132,6 +132,7 @@ def test_what_cannot_be_narrower_is_refused_by_name(family, structure, tmp_path)
         ({"structure": "columns"}, OptionError, "must be one of neurons, heads, experts"),
         ({"pattern": "2:4", "sparsity": None}, OptionError, "Leave out `pattern`"),
         ({"targets": "mlp", "allocation": "output"}, OptionError, "`allocation`, `targets`"),
+        ({"block_size": 64, "tolerance": 0.1}, OptionError, "`block_size`, `tolerance`"),
         ({"bits": 4}, OptionError, "Remove neurons in a first run, .* in a second one"),
         ({"grid": "q4_0"}, OptionError, "no `bits` or `grid` in one run"),
         ({"method": "SS"}, MethodError, "SS does not remove whole columns"),

@@ -77,7 +77,7 @@ def test_the_next_step_converts_for_what_runs_the_model(settings, command):
     [
         (["--grid=iq4_nl", "--pack"], "`--pack`: iq4_nl is a type of llama.cpp"),
         (["--head-grid=q4_0", "--pack"], "`--pack`: q4_0 is a type of llama.cpp"),
-        (["--structure=neurons", "--sparsity=0.2", "--pack"], "`--pack`: the result is smaller"),
+        (["--structure=neurons", "--sparsity=0.2", "--pack"], "`--pack`: neither `--structure`"),
         (["--sparsity=0.5", "--format=bits"], "`--format`: expected one of packed, bitmask, "),
         (["--sparsity=0.5", "--format=bitmask4"], "`--format`: bitmask4 is for few bits"),
         (["--sparsity=0.5", "--format=packed"], "`--format`: packed is for `--pattern 2:4`"),

@@ -171,6 +171,8 @@ def test_from_python(tiny_llama, text):
         ([], "Give the text by `--text FILE`"),
         (["--text=text.txt", "--distill=1000"], "Cut the vocabulary alone first"),
         (["--text=text.txt", "--method=SM"], "alone it cuts the vocabulary and prunes nothing"),
+        (["--text=text.txt", "--own=0.5"], "so that `own` would mean nothing"),
+        (["--text=text.txt", "--pack"], "`--vocabulary` alone leaves zeros"),
     ],
 )
 def test_mistakes_are_told_before_the_model_is_loaded(options, said, tiny_llama, text, capsys):
