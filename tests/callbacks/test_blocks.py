@@ -190,6 +190,20 @@ def test_models_whose_blocks_differ_by_number_are_refused(family, tmp_path):
     assert "`structure: blocks`" in str(refused.value)
 
 
+def test_all_blocks_of_a_kind_may_go(tmp_path, monkeypatch):
+    """With the last full attention of a Gemma 3 go the frequencies of its rotations."""
+    model = build("gemma3_text")
+    by_hand = skipped(model, ["model.layers.1"])
+    only = shortening.Removal((1,), 0.0, 0.0)
+    monkeypatch.setattr(shortening, "choose_blocks", lambda _: only)
+    shortened(model, tmp_path / "short")
+    loaded = type(model).from_pretrained(tmp_path / "short").eval()
+    with torch.no_grad():
+        expected = by_hand(windows(2), use_cache=False).logits
+        assert torch.equal(model(windows(2), use_cache=False).logits, expected)
+        assert torch.equal(loaded(windows(2), use_cache=False).logits, expected)
+
+
 def by_number(block):
     own = block.forward
     return lambda *args, **kwargs: own(*args, **kwargs) * (1 + block.self_attn.layer_idx)
