@@ -15,6 +15,7 @@ from mrp_lightning.narrowing.vocabulary import keep_words
 from mrp_lightning.narrowing.words import Vocabulary
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.text.sources import StandardLibrary
+from mrp_lightning.upstream.torch_names import uncompiled
 
 _CHARACTERS = 2**18
 """The characters of Python's standard library whose words are counted."""
@@ -50,7 +51,7 @@ def cut_vocabulary(
             the blocks of the model are streamed.
         TargetError: The vocabulary cannot be cut, or a proof fails; see `keep_words`. The model
             stays as it was.
-        DataError: No string of the text has kept words alone.
+        DataError: There is no text, or no string of it has kept words alone.
         FileExistsError: `save_dir` may not be replaced; `check_save_dir` raises more.
         SaveError: `save_dir` could not be written.
     """
@@ -61,8 +62,9 @@ def cut_vocabulary(
         )
     if save_dir is not None:
         check_save_dir(save_dir, module, overwrite=overwrite)
-    weights = module.model.num_parameters()
-    whole, cut = module.tokenizer, keep_words(module.model, module.tokenizer, size, documents)
+    model: Any = uncompiled(module.model)
+    weights = model.num_parameters()
+    whole, cut = module.tokenizer, keep_words(model, module.tokenizer, size, documents)
     module.tokenizer = cut.tokenizer
     before, after = (Vocabulary.of(tokenizer) for tokenizer in (whole, cut.tokenizer))
     library = "".join(StandardLibrary().documents("test"))[:_CHARACTERS]
@@ -73,7 +75,7 @@ def cut_vocabulary(
         "words": cut.words,
         "kept": size,
         "rows": cut.rows,
-        "model_weights": [weights, module.model.num_parameters()],
+        "model_weights": [weights, model.num_parameters()],
         "proof": dict(cut.proof),
         "tokens": {
             "the text": [cut.tokens, after.counts(documents).total()],

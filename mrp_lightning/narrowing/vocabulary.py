@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.errors import OptionError, counted
+from mrp_lightning.errors import DataError, OptionError, counted
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
 from mrp_lightning.narrowing.unit_parts import UnfitError, built, different_attributes, shapes_of
 from mrp_lightning.narrowing.words import Vocabulary, cannot_cut, prove_words, renumbered_tokenizer
@@ -74,8 +74,10 @@ def keep_words(
             configuration or its tokenizer do not fit each other; or a proof fails: the smaller
             tokenizer loses a string, makes other words of it, or the logits of kept words differ.
             The model stays as it was.
-        DataError: No string of the text has kept words alone.
+        DataError: There is no text, or no string of it has kept words alone.
     """
+    if not documents:
+        raise DataError("there are no documents, whose words would be counted.", "vocabulary")
     vocabulary = require_cuttable(model, tokenizer, size)
     required = _named_by_configurations(model, vocabulary)
     counts = vocabulary.counts(documents)

@@ -153,6 +153,7 @@ def test_a_gguf_file_has_the_words_and_their_merges():
 
 def test_from_python(tiny_llama, text):
     module = CausalLM(tiny_llama)
+    module.model = torch.compile(module.model, backend="eager")
     record = cut_vocabulary(module, 700, [text.read_text()], save_dir="words")
     assert module.vocabulary is record
     assert len(module.tokenizer) == module.model.config.vocab_size == 700

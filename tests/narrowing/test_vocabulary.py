@@ -249,6 +249,8 @@ def test_what_else_is_refused(monkeypatch):
         keep_words(model, tokenizer, 100, TEXT)
     with pytest.raises(DataError, match="no string of the text has kept words alone"):
         keep_words(model, tokenizer, SIZE, [""])
+    with pytest.raises(DataError, match="there are no documents"):
+        keep_words(model, tokenizer, SIZE, [])
     model.generation_config.sequence_bias = [[[5], 1.0]]
     with pytest.raises(TargetError, match="`sequence_bias`"):
         keep_words(model, tokenizer, SIZE, TEXT)
