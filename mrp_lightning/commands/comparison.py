@@ -64,8 +64,8 @@ class Conversion:
             try:
                 command_module(self.command).check_config(model.model.config, source)
             except OptionError as error:
-                remedy = "`prune` has no such option: leave this out, and write it from the result."
-                raise OptionError(f"{error} {remedy}", "gguf") from error
+                remedy = "Leave it out: `prune` has no --like, and `gguf` takes one for the result."
+                raise OptionError(f"{error}\n{remedy}", "gguf") from error
 
     def convert(self, directory: Path, console: Console) -> None:
         """Run the command, which is shown if it fails, and print the size of the weights."""

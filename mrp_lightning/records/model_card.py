@@ -258,7 +258,7 @@ def _loss(report: PruningReport) -> str:
 
 
 def _zeros_before(report: PruningReport) -> str | None:
-    """Return the line on the zeros of a model that was pruned before, if it was."""
+    """Return the line on a model that was pruned or cut before, and on its zeros, if it was."""
     zeros, prunings = report.totals.get("zeros_before"), report.provenance.get("pruned_before", [])
     if not zeros and not prunings:
         return None
@@ -268,8 +268,11 @@ def _zeros_before(report: PruningReport) -> str | None:
         + (f" and trained for {x['trained']:,} steps" if "trained" in x else "")
         for x in prunings
     ]
-    methods = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
-    return f"- zero before: {zeros or 0:.2%} of them{methods}; the error is against those weights"
+    made = in_markdown(", then ".join(kinds))
+    if not zeros:
+        return f"- before this run: {made}"
+    methods = f", {made}" if made else ""
+    return f"- zero before: {zeros:.2%} of them{methods}; the error is against those weights"
 
 
 def _calibration(data: Mapping[str, Any]) -> str:

@@ -113,6 +113,7 @@ def test_a_model_of_which_no_gguf_file_is_made_is_refused_before_the_pruning(
     ended = capsys.readouterr()
     assert "error: `--gguf`: " in ended.err
     assert message in ended.err
+    assert "\nLeave it out: `prune` has no --like" in ended.err
     assert "Evaluating" not in ended.out
     assert not (tmp_path / "out").exists()
 

@@ -140,3 +140,8 @@ def test_other_peoples_cards_and_no_card_are_left_alone(tmp_path):
     (tmp_path / "README.md").write_text("# LLaMA\n")
     records.record(tmp_path, perplexity={"c4": scores(28.0)})
     assert (tmp_path / "README.md").read_text() == "# LLaMA\n"
+
+
+def test_of_a_model_without_zeros_no_zeros_are_listed(report):
+    report.provenance["pruned_before"] = [{"vocabulary": 1000}]
+    assert "- before this run: cut to 1,000 words\n" in model_card(report, "facebook/opt-125m")
