@@ -21,8 +21,8 @@ from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.text_model import TextModel
 from mrp_lightning.loop.vocabulary import cut_vocabulary
 from mrp_lightning.narrowing.structure import BLOCKS
+from mrp_lightning.narrowing.tokenizer import Vocabulary
 from mrp_lightning.narrowing.vocabulary import require_cuttable
-from mrp_lightning.narrowing.words import Vocabulary
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import NAME, PruningReport
@@ -239,38 +239,38 @@ def why_useless(dense: Scores, pruned: Scores) -> str | None:
     )
 
 
-def cut_words(subject: Subject, size: int, console: Console) -> Scores:
-    """Cut the vocabulary of a model in place to `size` words, and print what that costs.
+def cut_and_compare(subject: Subject, size: int, console: Console) -> Scores:
+    """Cut the vocabulary of a model in place to `size` tokens, and print what that costs.
 
     It is evaluated on the same bytes of held-out text before and after; the record of the module
     gets `held_out`. Returns the scores after the cut.
 
     Raises:
-        OptionError: The number of words is out of range.
+        OptionError: The number of tokens is out of range.
         TargetError: The model is no causal language model, or its vocabulary cannot be cut.
     """
     model, data = subject.model, subject.data
     if not isinstance(model, CausalLM):
         raise TargetError(
-            f"`vocabulary`: a {type(model.model).__name__} predicts no next token, so that no "
-            "head of it gives logits of words. Leave `--vocabulary` out."
+            f"`vocabulary`: a {type(model.model).__name__} predicts no next token, so that it "
+            "has no head with a row for each. Leave `--vocabulary` out."
         )
     model.tokenizer = data.tokenizer
     require_cuttable(model.model, model.tokenizer, size)
     sizes = [subject.num_bytes]
     subject.cut_windows()
     dense = _evaluate_bytes(subject, "dense model", console)
-    console.print(f"Counting the words of {subject.source} …")
+    console.print(f"Counting the tokens of {subject.source} …")
     cut_vocabulary(model, size, data.documents("train"))
     data.tokenizer = model.tokenizer
     subject.windows = _of_as_many_bytes(subject, dense["bytes"] or 0)
-    cut = _evaluate_bytes(subject, f"model of {size:,} words", console)
+    cut = _evaluate_bytes(subject, f"model with a vocabulary of {size:,}", console)
     model.vocabulary["held_out"] = {
         "bytes": [dense["bytes"], cut["bytes"]],
         **{key: [dense[key], cut[key]] for key in ("bytes_per_token", "bits_per_byte")},
     }
     sizes.append(subject.num_bytes)
-    console.print(_table_of_words(model.vocabulary, sizes))
+    console.print(_table_of_cut(model.vocabulary, sizes))
     console.print(_sentences(model.vocabulary, subject.text))
     return cut
 
@@ -288,7 +288,7 @@ def _evaluate_bytes(subject: Subject, state: str, console: Console) -> Scores:
 
 def _of_as_many_bytes(subject: Subject, num_bytes: float) -> Windows:
     """Return the windows of about as much of the text, of which there are more tokens now."""
-    # Twice as many are more than enough where words of the text itself were kept.
+    # Twice as many are more than enough where tokens of the text itself were kept.
     windows = subject.data.windows("test", 2 * len(subject.windows))
     rest, count = num_bytes, 0
     for size in _bytes(windows, subject.model.tokenizer):
@@ -305,13 +305,13 @@ def _bytes(windows: Windows, tokenizer: Any) -> list[int]:
     return [sum(sizes[token] for token in row) for row in rows]
 
 
-def _table_of_words(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
+def _table_of_cut(record: Mapping[str, Any], sizes: Sequence[int]) -> Table:
     """Return a table of a model of `sizes` bytes before and after the cut of its vocabulary."""
     rows, held_out = Table(), record["held_out"]
     rows.add_column("model", overflow="fold")
     for column in ("bits a byte", "bytes a token", "weights"):
         rows.add_column(column, justify="right")
-    names = [f"{record['words']:,} words", f"{record['kept']:,} words"]
+    names = [f"vocabulary of {record[key]:,}" for key in ("size", "kept")]
     figures = zip(names, held_out["bits_per_byte"], held_out["bytes_per_token"], sizes, strict=True)
     for name, bits, per_token, size in figures:
         rows.add_row(name, f"{bits:.4f}", f"{per_token:.3f}", memory(size))
@@ -327,9 +327,9 @@ def _sentences(record: Mapping[str, Any], text: str) -> str:
     exact = "to the bit" if not proof["logits"] else f"up to {proof['logits']:.2g} (rounding)"
     return (
         f"Bits a byte are those of the negative log-likelihood of {read} and then {read_after} "
-        f"bytes of the {text}; perplexities of other words do not compare. "
+        f"bytes of the {text}; perplexities of two vocabularies do not compare. "
         f"Tokens of other text, times those before: {listed}. Proven: "
         f"{counted(proof['text'] + proof['unicode'], 'string')} decode to themselves as before, "
-        f"{proof['same_words']:,} of kept words have the same ones, and the logits of kept words "
+        f"{proof['same_tokens']:,} of kept tokens have the same ones, and the logits of these "
         f"are equal {exact}."
     )

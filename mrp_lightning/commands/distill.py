@@ -88,8 +88,8 @@ def _complete(options: Namespace) -> None:
     if report.vocabulary and options.teacher is None:
         raise OptionError(
             f"the vocabulary of {run} was cut in the run that pruned it, so that its dense model "
-            "has other words. Cut the vocabulary alone first, prune the result, and distil that; "
-            "or name a dense model of the same words.",
+            "has another one. Cut the vocabulary alone first, prune the result, and distil that; "
+            "or name a dense model of the same vocabulary.",
             "teacher",
         )
     options.teacher = options.teacher or report.config.get("base_model")

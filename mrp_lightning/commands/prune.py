@@ -85,7 +85,7 @@ def _run(
 ) -> None:
     """Cut the vocabulary, prune, distil, evaluate and convert, as far as the options ask for it."""
     from mrp_lightning.callbacks import PruningCallback
-    from mrp_lightning.commands.comparison import cut_words, prune_and_compare
+    from mrp_lightning.commands.comparison import cut_and_compare, prune_and_compare
     from mrp_lightning.commands.subject import Subject
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.module_parts import plan_for
@@ -120,12 +120,12 @@ def _run(
         if options.vocabulary is not None:
             if callback is not None:
                 plan_for(subject.model, callback.settings)  # refuses before the cut
-            scores = cut_words(subject, options.vocabulary, console)
+            scores = cut_and_compare(subject, options.vocabulary, console)
         if callback is not None:
             with nullcontext() if distilled is None else distilled.unfinished.begun():
                 problem = prune_and_compare(subject, callback, distilled, console)
         else:
-            assert isinstance(subject.model, CausalLM)  # else its words cannot be cut
+            assert isinstance(subject.model, CausalLM)  # else its vocabulary cannot be cut
             save_cut(subject.model, out, overwrite=overwrite)
             evaluation.record(out, perplexity={subject.text: scores}, model=str(out))
     for conversion in conversions:
@@ -205,13 +205,13 @@ def _check_vocabulary(options: Namespace) -> None:
     """Raise an OptionError if a vocabulary is to be cut without text, or before distillation."""
     if not options.train_files:
         raise OptionError(
-            "it keeps the words that a text needs. Give the text by `--text FILE`.", "vocabulary"
+            "it keeps the tokens that a text needs. Give the text by `--text FILE`.", "vocabulary"
         )
     if options.tokens is not None:
         raise OptionError(
-            "the dense model, which it learns from, has all of its words. Cut the vocabulary alone "
-            "first (`--vocabulary N --out DIR`), and then prune and distil DIR, whose dense model "
-            "has the same words.",
+            "the dense model, which it learns from, has a whole vocabulary. Cut that of the dense "
+            "model first (`--vocabulary N --out DIR`), and then prune and distil DIR, whose dense "
+            "model has the same vocabulary.",
             "tokens",
         )
 
@@ -325,7 +325,7 @@ def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> 
         if out.resolve() in options.gguf.resolve().parents:
             # `--overwrite` would refuse to replace the directory, for a file that is not its own.
             raise OptionError(f"expected a file outside of {out}. Got {options.gguf}.", "gguf")
-        # The file's tokenizer has all of its words.
+        # The file's tokenizer has the whole vocabulary.
         is_like = options.model.endswith(".gguf") and options.vocabulary is None
         like = ["--like", options.model] if is_like else []
         conversions.append(Conversion("gguf", options.gguf, [*like, *again]))
@@ -350,9 +350,9 @@ def _default_out(options: Namespace, settings: "Settings | None") -> Path:
     name = Path(options.model).expanduser().resolve().name.removesuffix(".gguf")
     amount = options.pattern or (f"{100 * options.sparsity:g}" if options.sparsity else None)
     bits = f"{settings.bits}bit" if settings is not None and options.bits else None
-    words = f"{options.vocabulary}words" if options.vocabulary else None
+    tokens = f"{options.vocabulary}tokens" if options.vocabulary else None
     head = f"head-{options.head_grid}" if options.head_grid else None
-    parts = [name, words, amount, options.structure, options.grid or bits, head, options.recipe]
+    parts = [name, tokens, amount, options.structure, options.grid or bits, head, options.recipe]
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
@@ -436,7 +436,7 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     text += "which also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=text)
     _add_settings(parser, with_help=not {"-h", "--help"}.isdisjoint(args))
-    text = "first cut the vocabulary to the N words that the text needs most, bytes and special "
+    text = "first cut the vocabulary to the N tokens that the text needs most, bytes and special "
     text += "tokens included; alone, nothing is pruned"
     option("--vocabulary", type=number_from(1), metavar="N", help=text)
     text = "then train what is kept on N tokens, as `distill` does: before it is put on few bits"

@@ -342,16 +342,16 @@ def _size(model: nn.Module) -> int:
 
 
 def _require_one_vocabulary(student: CausalLM, teacher: CausalLM) -> None:
-    """Raise an OptionError if two models have vocabularies of other sizes or other words."""
+    """Raise an OptionError if two models have vocabularies of other sizes or tokens."""
     sizes = [x.model.config.get_text_config().vocab_size for x in (student, teacher)]
-    words = [None if x.tokenizer is None else x.tokenizer.get_vocab() for x in (student, teacher)]
+    tokens = [None if x.tokenizer is None else x.tokenizer.get_vocab() for x in (student, teacher)]
     advice = "their predictions cannot be compared. Give the student's dense model."
     if sizes[0] != sizes[1]:
         raise OptionError(
             f"its vocabulary has {sizes[1]} tokens, and the student's {sizes[0]}: {advice}",
             "teacher",
         )
-    if None not in words and words[0] != words[1]:
+    if None not in tokens and tokens[0] != tokens[1]:
         raise OptionError(
             f"its tokenizer gives other tokens than the student's: {advice}", "teacher"
         )

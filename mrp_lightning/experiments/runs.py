@@ -141,7 +141,7 @@ def read_run(directory: Path, name: str) -> RunDirectory:
     if (directory / _EXPORT).is_file():
         exported = str(read_json(directory / _EXPORT, "export again").get("format"))
     pruning = PruningReport.load(pruned) if pruned.is_file() else None
-    # A model of fewer words is dense, and the figures of its report are not those of a pruning.
+    # A model with a smaller vocabulary is dense: its report has no figures of a pruning.
     if pruning is not None and is_of_vocabulary_alone(pruning.config):
         pruning = None
     return RunDirectory(

@@ -110,7 +110,7 @@ class CausalLM(ExactValues):
         model: The Hugging Face model.
         tokenizer: Its tokenizer, or `None` where there is none.
         streamed: The blocks that are read from files, `None` without `streaming`.
-        vocabulary: The record of `cut_vocabulary`; empty for a model with all of its words.
+        vocabulary: The record of `cut_vocabulary`; empty for a model with its whole vocabulary.
         evaluation: The results of the last `test` or `validate`, by text: `perplexity`, `loss`, the
             `context` (the length of the longest window), the numbers of `windows` and of predicted
             `tokens`, and, for the windows of `TextDataModule`, `prefix` (the number of tokens such

@@ -11,14 +11,14 @@ from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir
-from mrp_lightning.narrowing.vocabulary import keep_words
-from mrp_lightning.narrowing.words import Vocabulary
+from mrp_lightning.narrowing.tokenizer import Vocabulary
+from mrp_lightning.narrowing.vocabulary import keep_tokens
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.upstream.torch_names import uncompiled
 
 _CHARACTERS = 2**18
-"""The characters of Python's standard library whose words are counted."""
+"""The characters of Python's standard library whose tokens are counted."""
 
 
 @checked
@@ -30,15 +30,15 @@ def cut_vocabulary(
     save_dir: str | PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Cut the vocabulary of a model in place to the words (tokens) that a text needs most.
+    """Cut the vocabulary of a model in place to the tokens that a text needs most.
 
     All bytes, special and other added tokens stay, so that every text can still be written, by more
     tokens. No weight changes: the embeddings and the head lose rows. A pruning of the module after
-    that is calibrated, and saves, with fewer words.
+    that is calibrated, and saves, with fewer tokens.
 
     Args:
         module: The module; its `model`, `tokenizer` and `vocabulary` change.
-        size: The number of words to keep, fewer than the tokenizer has.
+        size: The number of tokens to keep, fewer than the tokenizer has.
         documents: The text, such as `TextDataModule.documents("train")`.
         save_dir: The directory for the model with its `pruning_report.json`; `None` saves nothing.
         overwrite: Whether `save_dir` may be replaced, if this package wrote all of its content.
@@ -49,9 +49,9 @@ def cut_vocabulary(
     Raises:
         OptionError: `size` is no smaller than the vocabulary, or too small for what has to stay; or
             the blocks of the model are streamed.
-        TargetError: The vocabulary cannot be cut, or a proof fails; see `keep_words`. The model
+        TargetError: The vocabulary cannot be cut, or a proof fails; see `keep_tokens`. The model
             stays as it was.
-        DataError: There is no text, or no string of it has kept words alone.
+        DataError: There is no text, or no string of it has kept tokens alone.
         FileExistsError: `save_dir` may not be replaced; `check_save_dir` raises more.
         SaveError: `save_dir` could not be written.
     """
@@ -64,7 +64,7 @@ def cut_vocabulary(
         check_save_dir(save_dir, module, overwrite=overwrite)
     model: Any = uncompiled(module.model)
     weights = model.num_parameters()
-    whole, cut = module.tokenizer, keep_words(model, module.tokenizer, size, documents)
+    whole, cut = module.tokenizer, keep_tokens(model, module.tokenizer, size, documents)
     module.tokenizer = cut.tokenizer
     before, after = (Vocabulary.of(tokenizer) for tokenizer in (whole, cut.tokenizer))
     library = "".join(StandardLibrary().documents("test"))[:_CHARACTERS]
@@ -72,7 +72,7 @@ def cut_vocabulary(
     declaration = json.loads(DECLARATION.read_text("utf-8"))
     elsewhere |= {f"{name} (UDHR, article 1)": [text] for name, text in declaration.items()}
     module.vocabulary = {
-        "words": cut.words,
+        "size": cut.size,
         "kept": size,
         "rows": cut.rows,
         "model_weights": [weights, model.num_parameters()],

@@ -1,7 +1,7 @@
-"""Cut a model's vocabulary to the words that a text needs: fewer rows of its embeddings and head.
+"""Cut a model's vocabulary to the tokens that a text needs: fewer rows of its embeddings and head.
 
 As for units and blocks, the model is built twice without weights, by its configuration and by one
-of fewer words, so that no model family needs code of its own. `words` has what concerns the
+of fewer tokens, so that no model family needs code of its own. `tokenizer` has what concerns the
 tokenizer.
 """
 
@@ -16,17 +16,22 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.errors import DataError, OptionError, counted
 from mrp_lightning.narrowing.structure import Attribute, set_attributes
+from mrp_lightning.narrowing.tokenizer import (
+    Vocabulary,
+    cannot_cut,
+    prove_tokens,
+    renumbered_tokenizer,
+)
 from mrp_lightning.narrowing.unit_parts import UnfitError, built, different_attributes, shapes_of
-from mrp_lightning.narrowing.words import Vocabulary, cannot_cut, prove_words, renumbered_tokenizer
 
 _COMPARED = 128
 """The most tokens on which the logits of both models are compared."""
 _ROUNDING = 4
 """The distance of equal logits that counts as rounding, in units of the precision and norm."""
 _SEQUENCES = ("sequence_bias", "forced_decoder_ids", "force_words_ids")
-"""Entries of a generation configuration with sequences of words that cannot be left out."""
+"""Entries of a generation configuration with sequences of tokens that cannot be left out."""
 _SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
-"""Entries of a generation configuration with words that are never written."""
+"""Entries of a generation configuration with tokens that are never written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +39,13 @@ class VocabularyCut:
     """A cut vocabulary.
 
     Attributes:
-        tokenizer: The tokenizer of the words that stay.
-        kept: The former numbers (words,), int64, of the words that stay, in ascending order.
+        tokenizer: The tokenizer of the tokens that stay.
+        kept: The former numbers (tokens,), int64, of the tokens that stay, in ascending order.
         rows: The number of rows that the embeddings had.
-        words: The number of words that the tokenizer had.
+        size: The number of tokens that the tokenizer had.
         tokens: The number of tokens that it made of the text.
         proof: The numbers of strings that were tried: `text` and `unicode`, which both tokenizers
-            decode to themselves, and `same_words`, of kept words alone, in both of which they are
+            decode to themselves, and `same_tokens`, of kept tokens alone, in both of which they are
             the same; the number of `tokens` on which logits were compared, and their largest
             difference, `logits`, which is 0 where both matrix products round alike.
     """
@@ -48,73 +53,73 @@ class VocabularyCut:
     tokenizer: Any
     kept: Tensor
     rows: int
-    words: int
+    size: int
     tokens: int
     proof: Mapping[str, float]
 
 
-def keep_words(
+def keep_tokens(
     model: PreTrainedModel, tokenizer: Any, size: int, documents: Sequence[str]
 ) -> VocabularyCut:
-    """Cut the vocabulary of a causal language model in place, by the words that a text needs.
+    """Cut the vocabulary of a causal language model in place, by the tokens that a text needs.
 
-    All bytes, all added tokens and all words that the configuration names stay, then the words that
-    the text has most often, each with the parts that it is merged of. Words of equal counts follow
-    their numbers. Rows without a word go.
+    All bytes, all added tokens and all that the configuration names stay, then those that the text
+    has most often, each with the parts that it is merged of. Tokens of equal counts follow
+    their numbers. Rows without a token go.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer; it is not changed.
-        size: The number of words to keep.
+        size: The number of tokens to keep.
         documents: The text.
 
     Raises:
         OptionError: `size` is no smaller than the vocabulary, or too small for what has to stay.
-        TargetError: The tokenizer has no words for bytes, or is of another kind; the model, its
+        TargetError: The tokenizer has no tokens for bytes, or is of another kind; the model, its
             configuration or its tokenizer do not fit each other; or a proof fails: the smaller
-            tokenizer loses a string, makes other words of it, or the logits of kept words differ.
+            tokenizer loses a string, makes other tokens of it, or the logits of kept tokens differ.
             The model stays as it was.
-        DataError: There is no text, or no string of it has kept words alone.
+        DataError: There is no text, or no string of it has kept tokens alone.
     """
     if not documents:
-        raise DataError("there are no documents, whose words would be counted.", "vocabulary")
+        raise DataError("there are no documents, whose tokens would be counted.", "vocabulary")
     vocabulary = require_cuttable(model, tokenizer, size)
     required = _named_by_configurations(model, vocabulary)
     counts = vocabulary.counts(documents)
     kept = vocabulary.chosen(size, counts, required)
     number = {old: new for new, old in enumerate(kept)}
     smaller = renumbered_tokenizer(tokenizer, vocabulary.cut(number), number)
-    proof, window = prove_words(vocabulary, smaller, number, documents)
+    proof, window = prove_tokens(vocabulary, smaller, number, documents)
     ids, rows = torch.tensor(kept), _num_rows(model)
     logits = _cut_model(model, ids, number, torch.tensor([window[:_COMPARED]]))
-    sizes = rows, len(vocabulary.words), counts.total()
+    sizes = rows, len(vocabulary.tokens), counts.total()
     return VocabularyCut(smaller, ids, *sizes, {**proof, **logits})
 
 
 def require_cuttable(model: PreTrainedModel, tokenizer: Any, size: int) -> Vocabulary:
-    """Return the vocabulary of a tokenizer that can be cut to a number of words.
+    """Return the vocabulary of a tokenizer that can be cut to a number of tokens.
 
     Raises:
-        OptionError: The number is not below that of the words.
-        TargetError: The vocabulary cannot be cut, or not with this model; see `keep_words`.
+        OptionError: The number is not below that of the tokens.
+        TargetError: The vocabulary cannot be cut, or not with this model; see `keep_tokens`.
     """
     vocabulary, rows = Vocabulary.of(tokenizer), _num_rows(model)
-    if beyond := [repr(word) for number, word in vocabulary.words.items() if number >= rows]:
+    if beyond := [repr(token) for number, token in vocabulary.tokens.items() if number >= rows]:
         raise cannot_cut(
-            f"the tokenizer has {counted(len(beyond), 'word')} without an embedding, such as "
+            f"the tokenizer has {counted(len(beyond), 'token')} without an embedding, such as "
             f"{', '.join(beyond[:3])}; call "
-            f"`model.resize_token_embeddings({max(vocabulary.words) + 1})`"
+            f"`model.resize_token_embeddings({max(vocabulary.tokens) + 1})`"
         )
-    if not 0 < size < len(vocabulary.words):
+    if not 0 < size < len(vocabulary.tokens):
         raise OptionError(
-            f"the tokenizer has {len(vocabulary.words):,} words, so that fewer can stay, and at "
+            f"the tokenizer has {len(vocabulary.tokens):,} tokens, so that fewer can stay, and at "
             f"least one. Got {size:,}.",
             "vocabulary",
         )
     used = _generation(model)
     if named := [name for name in _SEQUENCES if used.get(name)]:
         raise cannot_cut(
-            f"its generation_config forces sequences of words by "
+            f"its generation_config forces sequences of tokens by "
             f"{', '.join(f'`{name}`' for name in named)}. Set them to None"
         )
     return vocabulary
@@ -137,36 +142,36 @@ def _generation(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _configurations(model: PreTrainedModel) -> list[Any]:
-    """Return the configurations of a model that may name words."""
+    """Return the configurations of a model that may name tokens."""
     config, generation = model.config, getattr(model, "generation_config", None)
     text = config.get_text_config()
     return [config, *([] if text is config else [text]), *filter(None, [generation])]
 
 
-def _names_words(name: str, value: Any) -> bool:
-    is_of_words = name.endswith(("_token_id", "_token_ids", "_token_index"))
-    return is_of_words and not name.startswith("_") and isinstance(value, int | list | tuple)
+def _names_tokens(name: str, value: Any) -> bool:
+    is_of_tokens = name.endswith(("_token_id", "_token_ids", "_token_index"))
+    return is_of_tokens and not name.startswith("_") and isinstance(value, int | list | tuple)
 
 
 def _named_by_configurations(model: PreTrainedModel, vocabulary: Vocabulary) -> set[int]:
-    """Return the numbers of the words that the configurations of a model name.
+    """Return the numbers of the tokens that the configurations of a model name.
 
-    Numbers beyond the embeddings, such as −1, name no words.
+    Numbers beyond the embeddings, such as −1, name no tokens.
 
     Raises:
-        TargetError: One is that of a row of the embeddings without a word.
+        TargetError: One is that of a row of the embeddings without a token.
     """
     named = set[int]()
     for config in _configurations(model):
         for name, value in vars(config).items():
-            if not _names_words(name, value):
+            if not _names_tokens(name, value):
                 continue
             numbers = [value] if isinstance(value, int) else value
             inside = {n for n in numbers if 0 <= n < _num_rows(model)}
-            if wordless := inside - vocabulary.words.keys():
+            if absent := inside - vocabulary.tokens.keys():
                 raise cannot_cut(
-                    f"`{name}` of its {type(config).__name__} is {min(wordless)}, a row of the "
-                    "embeddings without a word. Set it to None, or to the number of a word"
+                    f"`{name}` of its {type(config).__name__} is {min(absent)}, a row of the "
+                    "embeddings without a token. Set it to None, or to the number of a token"
                 )
             named |= inside
     return named
@@ -179,12 +184,12 @@ def _renumbered(value: Any, number: Mapping[int, int]) -> Any:
 
 
 def _of_configurations(model: PreTrainedModel, number: Mapping[int, int]) -> list[Attribute]:
-    """Return the entries of a model's configurations that name words, with their new numbers."""
+    """Return the entries of a model's configurations that name tokens, with their new numbers."""
     entries: list[Attribute] = [
         (config, name, _renumbered(value, number))
         for config in _configurations(model)
         for name, value in vars(config).items()
-        if _names_words(name, value)
+        if _names_tokens(name, value)
     ]
     for name in _SUPPRESSED:
         if listed := _generation(model).get(name):
@@ -198,10 +203,10 @@ def _of_configurations(model: PreTrainedModel, number: Mapping[int, int]) -> lis
 
 
 def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) -> list[Attribute]:
-    """Return what changes in the modules of a model of fewer words, with the new values.
+    """Return what changes in the modules of a model of fewer tokens, with the new values.
 
-    The model is built twice without weights, by its configuration and by that of fewer words. The
-    tensors that get shorter in one dimension are those with a row for each word.
+    The model is built twice without weights, by its configuration and by that of fewer tokens. The
+    tensors that get shorter in one dimension are those with a row for each token.
 
     Raises:
         TargetError: The configuration does not describe the smaller model, or other tensors of it
@@ -212,7 +217,7 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
     try:
         dense, smaller = built(model, {}), built(model, changed)
     except UnfitError as unfit:
-        raise cannot_cut(f"its configuration cannot say fewer words ({unfit})") from unfit
+        raise cannot_cut(f"its configuration cannot say fewer tokens ({unfit})") from unfit
     size, rows = len(kept), dense.config.get_text_config().vocab_size
     shapes, fewer = (shapes_of(each, remove_duplicate=False) for each in (dense, smaller))
     modules = dict(model.named_modules())
@@ -222,8 +227,8 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
         if shape == (new := fewer.get(name)):
             continue
         dims = [d for d, (a, b) in enumerate(zip(shape, new or (), strict=False)) if a != b]
-        is_of_words = new is not None and len(shape) == len(new) and len(dims) == 1
-        if not is_of_words or (shape[dims[0]], fewer[name][dims[0]]) != (rows, size):
+        is_of_tokens = new is not None and len(shape) == len(new) and len(dims) == 1
+        if not is_of_tokens or (shape[dims[0]], fewer[name][dims[0]]) != (rows, size):
             raise cannot_cut(f"{name} would get another shape than one with {size:,} rows")
         path, _, key = name.rpartition(".")
         original = getattr(modules[path], key)
@@ -241,11 +246,11 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
 def _cut_model(
     model: PreTrainedModel, kept: Tensor, number: Mapping[int, int], window: Tensor
 ) -> dict[str, float]:
-    """Cut a model in place, if its logits of kept words stay what they are.
+    """Cut a model in place, if its logits of kept tokens stay what they are.
 
     Args:
         model: The model.
-        kept: The former numbers (words,) of the words that stay.
+        kept: The former numbers (tokens,) of the tokens that stay.
         number: The new number of each.
         window: The former numbers (1, tokens) of some of them.
 
@@ -270,7 +275,7 @@ def _cut_model(
         # A matrix product of fewer rows may be another kernel's, which sums in another order.
         allowed = _ROUNDING * torch.finfo(expected.dtype).eps * float(expected.float().norm())
         if output.shape != expected.shape or not float((output - expected).norm()) <= allowed:
-            raise cannot_cut("the logits of kept words differ from those of the whole model")
+            raise cannot_cut("the logits of kept tokens differ from those of the whole model")
         return {"tokens": window.shape[1], "logits": float((output - expected).abs().max())}
     except BaseException:
         undo.close()

@@ -161,8 +161,8 @@ def _kind(config: Mapping[str, Any]) -> str:
     quantised = f"quantised to {bits} bits" if bits else None
     if grid := config.get("grid"):
         quantised = f"quantised to {grid}"
-    words = config.get("vocabulary")
-    cut = f"cut to {words:,} words" if words else None
+    size = config.get("vocabulary")
+    cut = f"cut to a vocabulary of {size:,}" if size else None
     if not (pruned or quantised) and config.get("head_grid"):
         quantised = f"with its head in {config['head_grid']}"
     return " and ".join(filter(None, [cut, pruned, quantised]))
@@ -173,7 +173,7 @@ def _how(report: PruningReport) -> str:
     trained = report.provenance.get("trained")
     steps = f"then trained for {trained['steps']:,} steps" if trained else ""
     if is_of_vocabulary_alone(report.config):
-        cut = "Cut to fewer words with mrp-lightning"
+        cut = "Cut to a smaller vocabulary with mrp-lightning"
         return f"{cut}, {steps}." if steps else f"{cut}; the weights that stay are as they were."
     done = "Pruned" if _removes(report.config) else "Quantised"
     method = "" if "removed" in report.narrowed else f" (method `{report.config['method']}`)"
@@ -222,8 +222,8 @@ def _vocabulary(vocabulary: Mapping[str, Any]) -> list[str]:
         return []
     before, after = vocabulary["model_weights"]
     lines = [
-        f"- words: {vocabulary['kept']:,} of {vocabulary['words']:,}; other text is spelled by "
-        f"more tokens ({after:,} of {before:,} weights)"
+        f"- vocabulary: {vocabulary['kept']:,} of {vocabulary['size']:,} tokens; other text takes "
+        f"more of them ({after:,} of {before:,} weights)"
     ]
     for name, (tokens, more) in vocabulary["tokens"].items():
         lines.append(f"  - {in_markdown(name)}: {more / max(tokens, 1):.3g} times the tokens")

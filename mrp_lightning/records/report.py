@@ -76,12 +76,12 @@ class PruningReport:
             KL(dense ‖ shortened) on held-out windows, `run_change` and `greedy_change` that of the
             two ways to choose, and `repair` the fitted `layers` (by their former names) and the
             `change` with them.
-        vocabulary: For a model whose vocabulary was cut, the number of `words` before and of those
+        vocabulary: For a model whose vocabulary was cut, its `size` before, the number of tokens
             that are `kept`, the `rows` of the embeddings before, `model_weights` before and after,
             the `proof` (see `VocabularyCut`), and the `tokens` of several texts, by name, before
             and after. From `prune`, `held_out` has the `bytes` of the held-out text that was read,
             and before and after `bytes_per_token` and `bits_per_byte`, the negative log-likelihood
-            of a byte. Otherwise empty. All else in the report is of the model with fewer words.
+            of a byte. Otherwise empty. All else in the report is of the smaller model.
         resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
             outside the blocks count as one block; `seconds` includes that run.
     """

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("short_library")
 
 @pytest.fixture(scope="module")
 def made(tiny_llama, tmp_path_factory, shortened):
-    """A model that was cut to 700 words, and its GGUF file; what the command said of both."""
+    """A model that was cut to 700 tokens, and its GGUF file; what the command said of both."""
     pytest.importorskip("gguf", reason="needs the extra `gguf`")
     root = tmp_path_factory.mktemp("vocabulary")
     (root / "text.txt").write_text(LINES)
@@ -73,9 +73,9 @@ def test_alone_nothing_else_changes(tiny_llama, text, shown):
         [vocabulary[w] for w in sorted(smaller.get_vocab(), key=smaller.get_vocab().get)]
     )
     assert cut.config.vocab_size == len(kept) == 700
-    words = {"model.embed_tokens.weight", "lm_head.weight"}
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
     for name, tensor in dense.state_dict().items():
-        assert torch.equal(cut.state_dict()[name], tensor[kept] if name in words else tensor)
+        assert torch.equal(cut.state_dict()[name], tensor[kept] if name in tables else tensor)
     assert cut.get_input_embeddings().weight is cut.lm_head.weight
 
     report = PruningReport.load(Path("words", REPORT))
@@ -83,7 +83,7 @@ def test_alone_nothing_else_changes(tiny_llama, text, shown):
     assert report.config == {"vocabulary": 700, "base_model": str(tiny_llama)}
     assert report.complete
     assert not report.layers
-    assert (record["words"], record["kept"], record["rows"]) == (len(vocabulary), 700, 2048)
+    assert (record["size"], record["kept"], record["rows"]) == (len(vocabulary), 700, 2048)
     assert record["model_weights"] == [sum(p.numel() for p in m.parameters()) for m in (dense, cut)]
     (start,) = TextDataModule(train_files=text, hold_out=True).documents("train")
     counted = [len(t(start, add_special_tokens=False).input_ids) for t in (whole, smaller)]
@@ -99,10 +99,10 @@ def test_alone_nothing_else_changes(tiny_llama, text, shown):
     assert abs(measured["bytes"][0] - measured["bytes"][1]) <= 32 * measured["bytes_per_token"][1]
     (scores,) = read("words").perplexity.values()
     assert scores["bits_per_byte"] == measured["bits_per_byte"][1]
-    assert "logits of kept words are equal to the bit" in shown
+    assert "logits of these are equal to the bit" in shown
     card = Path("words", "README.md").read_text()
-    assert "cut to 700 words" in card
-    assert "- words: 700 of" in card
+    assert "cut to a vocabulary of 700" in card
+    assert "- vocabulary: 700 of" in card
     assert not [*Path("words").glob("merges.txt"), *Path("words").glob("vocab.json")]
 
     # What takes a directory takes this one, too; and it can be cut again.
@@ -128,11 +128,11 @@ def test_beside_a_pruning_it_comes_first(tiny_llama, text, capsys):
     assert first.vocabulary["kept"] == first.config["vocabulary"] == 700
     assert not second.vocabulary
     assert first.totals["removed"] == second.totals["removed"] > 0
-    assert "cut to 700 words and pruned to 50%" in Path("one", "README.md").read_text()
+    assert "cut to a vocabulary of 700 and pruned to 50%" in Path("one", "README.md").read_text()
     assert read("one").dense == read("two").dense
     with pytest.raises(SystemExit):
         main(["distill", "one", "--tokens=1000"])
-    assert "its dense model has other words" in " ".join(capsys.readouterr().err.split())
+    assert "its dense model has another one" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.usefixtures("shown")
@@ -141,9 +141,9 @@ def test_a_gguf_file_has_the_words_and_their_merges():
 
     reader = gguf.GGUFReader("words.gguf")
     content = json.loads(Path("words", "tokenizer.json").read_text())
-    words = sorted(AutoTokenizer.from_pretrained("words").get_vocab().items(), key=lambda w: w[1])
+    tokens = sorted(AutoTokenizer.from_pretrained("words").get_vocab().items(), key=lambda w: w[1])
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    assert fields["tokenizer.ggml.tokens"] == [word for word, _ in words]
+    assert fields["tokenizer.ggml.tokens"] == [token for token, _ in tokens]
     merges = [" ".join(m) if isinstance(m, list) else m for m in content["model"]["merges"]]
     assert fields["tokenizer.ggml.merges"] == merges
     (tensor,) = (t for t in reader.tensors if t.name == "token_embd.weight")
@@ -170,7 +170,7 @@ def test_from_python(tiny_llama, text):
     ("options", "said"),
     [
         ([], "Give the text by `--text FILE`"),
-        (["--text=text.txt", "--distill=1000"], "Cut the vocabulary alone first"),
+        (["--text=text.txt", "--distill=1000"], "Cut that of the dense model first"),
         (["--text=text.txt", "--method=SM"], "alone it cuts the vocabulary and prunes nothing"),
         (["--text=text.txt", "--own=0.5"], "so that `own` would mean nothing"),
         (["--text=text.txt", "--pack"], "`--vocabulary` alone leaves zeros"),

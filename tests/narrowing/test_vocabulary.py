@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from mrp_lightning import DataError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
-from mrp_lightning.narrowing import vocabulary, words
-from mrp_lightning.narrowing.vocabulary import keep_words
+from mrp_lightning.narrowing import vocabulary
+from mrp_lightning.narrowing.tokenizer import Vocabulary
+from mrp_lightning.narrowing.vocabulary import keep_tokens
 
 SIZE = 420
 PADDED = 1024
-"""The rows of the embeddings, more than there are words."""
+"""The rows of the embeddings, more than there are tokens."""
 
 
 def model_of(tokenizer, model_type="llama", **options):
@@ -51,29 +52,29 @@ def cut_of(kind):
         tokenizer = tokenizer_of(kind)
         dense = model_of(tokenizer)
         model = copy.deepcopy(dense)
-        _CUTS[kind] = tokenizer, keep_words(model, tokenizer, SIZE, TEXT), dense, model
+        _CUTS[kind] = tokenizer, keep_tokens(model, tokenizer, SIZE, TEXT), dense, model
     return _CUTS[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_words_that_stay(kind):
+def test_the_tokens_that_stay(kind):
     """Bytes, special tokens, those of the configuration, then by count with what they need."""
     tokenizer, cut, _, _ = cut_of(kind)
     kept, whole = {*cut.kept.tolist()}, tokenizer.get_vocab()
     smaller = cut.tokenizer.get_vocab()
     assert len(smaller) == len(kept) == SIZE
-    assert cut.words == len(whole)
+    assert cut.size == len(whole)
     assert cut.rows == PADDED
-    # The order stays, and each word is what it was.
+    # The order stays, and each token is what it was.
     assert sorted(smaller, key=smaller.get) == [
         w for w in sorted(whole, key=whole.get) if w in smaller
     ]
-    assert [whole[word] for word in sorted(smaller, key=smaller.get)] == cut.kept.tolist()
+    assert [whole[token] for token in sorted(smaller, key=smaller.get)] == cut.kept.tolist()
     of_bytes = pre_tokenizers.ByteLevel.alphabet()
     if "with bytes" in kind:
         of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     assert {*of_bytes, "<unk>", "<s>", "</s>", "<extra>", "e"} <= smaller.keys()
-    # Each word of the text that was more frequent than some kept one, and is gone, had no room: a
+    # Each token of the text that was more frequent than some kept one, and is gone, had no room: a
     # count by hand.
     counts = dict.fromkeys(range(len(whole)), 0)
     for number in [n for ids in encoded(tokenizer, TEXT) for n in ids]:
@@ -85,7 +86,7 @@ def test_the_words_that_stay(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_every_string_decodes_to_itself_and_words_map_one_to_one(kind, data):
+def test_every_string_decodes_to_itself_and_tokens_map_one_to_one(kind, data):
     tokenizer, cut, _, _ = cut_of(kind)
     texts = [*TEXT, OTHER]
     places = st.tuples(st.integers(0, 2), st.integers(0, 9000), st.integers(1, 60))
@@ -100,14 +101,14 @@ def test_every_string_decodes_to_itself_and_words_map_one_to_one(kind, data):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_strings_of_kept_words_are_tried(kind):
-    """Else the test above could try none. The words of such strings are joined anew."""
+def test_strings_of_kept_tokens_are_tried(kind):
+    """Else the test above could try none. The tokens of such strings are joined anew."""
     tokenizer, cut, _, _ = cut_of(kind)
     kept = cut.kept.tolist()
     lines = [line for text in (*TEXT, OTHER) for line in text.splitlines() if line]
     same = [ids for ids in encoded(tokenizer, lines) if {*ids} <= {*kept}]
     assert len(same) > 20
-    assert cut.proof["same_words"] > 100
+    assert cut.proof["same_tokens"] > 100
     assert cut.proof["text"] > 990
     assert cut.proof["unicode"] > 990
 
@@ -166,7 +167,7 @@ def test_tied_weights_and_biases_of_a_head(model_type, options, head):
         torch.nn.init.normal_(dense.get_output_embeddings().bias)
     model = copy.deepcopy(dense)
     model.generation_config.suppress_tokens = [5, 899]
-    cut = keep_words(model, tokenizer, SIZE, TEXT)
+    cut = keep_tokens(model, tokenizer, SIZE, TEXT)
     ids = torch.randint(SIZE, (2, 30))
     with torch.no_grad():
         expected = dense(cut.kept[ids]).logits[..., cut.kept]
@@ -184,18 +185,18 @@ def test_tied_weights_and_biases_of_a_head(model_type, options, head):
     assert model.generation_config.suppress_tokens == [number[n] for n in (5, 899) if n in number]
 
 
-def test_a_word_stays_with_the_parts_that_it_is_merged_of():
-    """A word that many merges give is merged alone by two: only their parts have to stay."""
+def test_a_token_stays_with_the_parts_that_it_is_merged_of():
+    """A token that many merges give is merged alone by two: only their parts have to stay."""
     merges = [("a", "b"), ("c", "d"), ("ab", "cd"), ("a", "bcd"), ("b", "cd"), ("abc", "d")]
     merges += [("b", "c"), ("a", "bc")]
     listed = [*"abcd", "ab", "cd", "bc", "bcd", "abc", "abcd"]
     tokenizer = Tokenizer(models.BPE({w: n for n, w in enumerate(listed)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    whole = words.Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    whole = Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     kept = whole.chosen(7, whole.counts(["abcd abcd"]), [])
     assert [listed[number] for number in kept] == [*"abcd", "ab", "cd", "abcd"]
     assert tokenizer.encode("abcd").tokens == ["abcd"]
-    with pytest.raises(OptionError, match="4 words have to stay"):
+    with pytest.raises(OptionError, match="4 tokens have to stay"):
         whole.chosen(3, whole.counts(["abcd"]), [])
 
 
@@ -212,13 +213,13 @@ REFUSED = {
     ),
     "WordLevel": (
         lambda: Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")),
-        "is a WordLevel model, which makes one unknown word",
+        "is a WordLevel model, which makes one unknown token",
     ),
-    "Unigram": (lambda: unigram(byte_fallback=False), "Unigram model without words for bytes"),
-    "BPE": (without_bytes, "BPE model without words for bytes"),
-    "end of word": (
+    "Unigram": (lambda: unigram(byte_fallback=False), "Unigram model without tokens for bytes"),
+    "BPE": (without_bytes, "BPE model without tokens for bytes"),
+    "end of token": (
         lambda: Tokenizer(models.BPE({"a</w>": 0}, [], end_of_word_suffix="</w>")),
-        "other words within a word or at its end",
+        "other tokens within a token or at its end",
     ),
     "some bytes": (
         lambda: Tokenizer(models.BPE({"<0x00>": 0}, [], byte_fallback=True)),
@@ -234,7 +235,7 @@ def test_tokenizers_that_would_lose_text_are_refused(kind):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make())
     with pytest.raises(TargetError, match=reason):
-        keep_words(model, tokenizer, 1, TEXT)
+        keep_tokens(model, tokenizer, 1, TEXT)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
@@ -242,24 +243,24 @@ def test_what_else_is_refused(monkeypatch):
     tokenizer = tokenizer_of("BPE of bytes")
     model = model_of(tokenizer)
     with pytest.raises(TargetError, match="it has no tokenizer"):
-        keep_words(model, None, SIZE, TEXT)
-    with pytest.raises(OptionError, match="the tokenizer has 901 words"):
-        keep_words(model, tokenizer, 901, TEXT)
-    with pytest.raises(OptionError, match=r"26\d words have to stay"):
-        keep_words(model, tokenizer, 100, TEXT)
-    with pytest.raises(DataError, match="no string of the text has kept words alone"):
-        keep_words(model, tokenizer, SIZE, [""])
+        keep_tokens(model, None, SIZE, TEXT)
+    with pytest.raises(OptionError, match="the tokenizer has 901 tokens"):
+        keep_tokens(model, tokenizer, 901, TEXT)
+    with pytest.raises(OptionError, match=r"26\d tokens have to stay"):
+        keep_tokens(model, tokenizer, 100, TEXT)
+    with pytest.raises(DataError, match="no string of the text has kept tokens alone"):
+        keep_tokens(model, tokenizer, SIZE, [""])
     with pytest.raises(DataError, match="there are no documents"):
-        keep_words(model, tokenizer, SIZE, [])
+        keep_tokens(model, tokenizer, SIZE, [])
     model.generation_config.sequence_bias = [[[5], 1.0]]
     with pytest.raises(TargetError, match="`sequence_bias`"):
-        keep_words(model, tokenizer, SIZE, TEXT)
+        keep_tokens(model, tokenizer, SIZE, TEXT)
     model.generation_config.sequence_bias = None
     model.generation_config.pad_token_id = 1000
     with pytest.raises(TargetError, match="`pad_token_id` of its GenerationConfig is 1000, a row"):
-        keep_words(model, tokenizer, SIZE, TEXT)
+        keep_tokens(model, tokenizer, SIZE, TEXT)
     with pytest.raises(TargetError, match="without an embedding, such as '<extra>'"):
-        keep_words(model_of(tokenizer, vocab_size=900), tokenizer, SIZE, TEXT)
+        keep_tokens(model_of(tokenizer, vocab_size=900), tokenizer, SIZE, TEXT)
 
 
 @pytest.mark.parametrize("fault", ["a row", "a merge", "a byte"])
@@ -268,7 +269,7 @@ def test_a_failed_proof_leaves_the_model_as_it_was(fault, monkeypatch):
     model = model_of(tokenizer)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config, number = model.config.to_dict(), tokenizer.get_vocab()
-    cut = words.Vocabulary.cut
+    cut = Vocabulary.cut
 
     def damaged(self, numbers):
         content = json.loads(json.dumps(cut(self, numbers)))
@@ -279,13 +280,13 @@ def test_a_failed_proof_leaves_the_model_as_it_was(fault, monkeypatch):
     if fault == "a row":
         rows = vocabulary._rows
         monkeypatch.setattr(vocabulary, "_rows", lambda m, kept, e: rows(m, kept.flip(0), e))
-    monkeypatch.setattr(words.Vocabulary, "cut", damaged)
+    monkeypatch.setattr(Vocabulary, "cut", damaged)
     if fault == "a byte":
-        always = [n for n in words.Vocabulary.of(tokenizer)._always if n != number["Ð"]]
-        monkeypatch.setattr(words.Vocabulary, "_always", always)
-    reasons = {"a row": "the logits of kept words differ", "a merge": "makes other words"}
+        always = [n for n in Vocabulary.of(tokenizer)._always if n != number["Ð"]]
+        monkeypatch.setattr(Vocabulary, "_always", always)
+    reasons = {"a row": "the logits of kept tokens differ", "a merge": "makes other tokens"}
     with pytest.raises(TargetError, match=reasons.get(fault, "loses .* strings")):
-        keep_words(model, tokenizer, SIZE, TEXT[:1])
+        keep_tokens(model, tokenizer, SIZE, TEXT[:1])
     assert model.config.to_dict() == config
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert by_level().get_vocab_size() == 900

@@ -144,4 +144,6 @@ def test_other_peoples_cards_and_no_card_are_left_alone(tmp_path):
 
 def test_of_a_model_without_zeros_no_zeros_are_listed(report):
     report.provenance["pruned_before"] = [{"vocabulary": 1000}]
-    assert "- before this run: cut to 1,000 words\n" in model_card(report, "facebook/opt-125m")
+    assert "- before this run: cut to a vocabulary of 1,000\n" in model_card(
+        report, "facebook/opt-125m"
+    )

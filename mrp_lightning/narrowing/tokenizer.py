@@ -1,17 +1,17 @@
-"""The words of a tokenizer, and a smaller tokenizer of some of them, which loses no text.
+"""The vocabulary of a tokenizer, and a smaller tokenizer of a part of it, which loses no text.
 
-A word is an entry of the tokenizer's vocabulary. The words that stay keep their order, and are
-numbered anew. A text of which the whole tokenizer makes kept words alone has these same words in
+A token is an entry of the tokenizer's vocabulary. The tokens that stay keep their order, and are
+numbered anew. A text of which the whole tokenizer makes kept tokens alone has these same tokens in
 the smaller one:
 
-* A BPE merges the neighbours of the lowest rank. With each kept word stay the two parts of its last
-  merge, and theirs. So the merges that make kept words of a text are all there, and no merge is
+* A BPE merges the neighbours of the lowest rank. With a kept token stay the two parts of its last
+  merge, and theirs. So the merges that make kept tokens of a text are all there, and no merge is
   there that the whole tokenizer lacks: the lowest rank is that of the same merge at each step.
-* A Unigram model takes the sequence of words of the highest score, and that of a text, if all of
-  its words stay, is the highest among fewer, too. Bytes stand for a character without a word at a
-  fixed distance below the lowest score, so that the word of the lowest score stays.
+* A Unigram model takes the sequence of tokens of the highest score, and that of a text, if all of
+  its tokens stay, is the highest among fewer, too. Bytes stand for a character without a token at a
+  fixed distance below the lowest score, so that the token of the lowest score stays.
 
-Other text is spelled by shorter words or by bytes, of which all stay.
+Other text is spelled by shorter tokens or by bytes, of which all stay.
 """
 
 import json
@@ -32,9 +32,9 @@ from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.models.loading import load_tokenizer
 
 _BYTES = dict.fromkeys(f"<0x{byte:02X}>" for byte in range(256))
-"""The words of single bytes of a tokenizer that falls back to them."""
+"""The tokens of single bytes of a tokenizer that falls back to them."""
 _SPACE = "▁"
-"""The character for a space in such tokenizers, which they decode only where it is a word."""
+"""The character for a space in such tokenizers, which they decode only where it is a token."""
 _STRINGS = 1000
 """The number of strings of the text, and of strings of random characters, that are tried."""
 _LONGEST = 100
@@ -45,24 +45,24 @@ _PIECE, _PIECES = 2**16, 64
 
 def cannot_cut(why: str) -> TargetError:
     """Return the error for a vocabulary that cannot be cut, with the reason."""
-    return TargetError(f"`vocabulary`: the words of this model cannot be cut: {why}.")
+    return TargetError(f"`vocabulary`: the tokens of this model cannot be cut: {why}.")
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The words of a tokenizer.
+    """The vocabulary of a tokenizer.
 
     Attributes:
         content: The content of its tokenizer.json.
-        words: All words by their number, those of the added tokens included.
+        tokens: All tokens by their number, added ones included.
     """
 
     content: Mapping[str, Any]
-    words: Mapping[int, str]
+    tokens: Mapping[int, str]
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Vocabulary":
-        """Read a tokenizer, and check that it has bytes for what a smaller one has no words for."""
+        """Read a tokenizer, and check that it has bytes for text without other tokens."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise cannot_cut(
@@ -73,9 +73,9 @@ class Vocabulary:
         content = json.loads(backend.to_str())
         if reason := _why_without_bytes(content):
             raise cannot_cut(reason)
-        numbers = _numbers_of_words(content).items()
-        words = {number: word for word, number in sorted(numbers, key=lambda x: x[1])}
-        return cls(content, words)
+        numbers = _numbers_of_tokens(content).items()
+        tokens = {number: token for token, number in sorted(numbers, key=lambda x: x[1])}
+        return cls(content, tokens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -84,26 +84,26 @@ class Vocabulary:
 
     @cached_property
     def number(self) -> Mapping[str, int]:
-        """The number of each word, by its spelling in `tokenizer.json`."""
-        return {word: number for number, word in self.words.items()}
+        """The number of each token, by its spelling in `tokenizer.json`."""
+        return {token: number for number, token in self.tokens.items()}
 
     @cached_property
     def num_bytes(self) -> Mapping[int, int]:
-        """The numbers of bytes of text that the words stand for."""
+        """The numbers of bytes of text that the tokens stand for."""
         falls_back = self.content["model"]["byte_fallback"]
         added = {token["id"] for token in self.content["added_tokens"]}
 
-        def size(number: int, word: str) -> int:
+        def size(number: int, token: str) -> int:
             if number in added:
-                return len(word.encode())
+                return len(token.encode())
             if falls_back:
-                return 1 if word in _BYTES else len(word.replace(_SPACE, " ").encode())
-            return len(word)  # a character for each byte
+                return 1 if token in _BYTES else len(token.replace(_SPACE, " ").encode())
+            return len(token)  # a character for each byte
 
-        return {number: size(number, word) for number, word in self.words.items()}
+        return {number: size(number, token) for number, token in self.tokens.items()}
 
     def counts(self, documents: Iterable[str]) -> Counter[int]:
-        """Return how often documents have each word, by its number; special words are not added."""
+        """Return how often documents have each token, by its number; none is added to them."""
         counts = Counter[int]()
         pieces = (
             document[i : i + _PIECE]
@@ -116,21 +116,21 @@ class Vocabulary:
         return counts
 
     def chosen(self, size: int, counts: Counter[int], required: Iterable[int]) -> list[int]:
-        """Return the numbers of `size` words to keep, in ascending order; see `keep_words`.
+        """Return the numbers of `size` tokens to keep, in ascending order; see `keep_tokens`.
 
         Raises:
-            OptionError: The words that have to stay are more.
+            OptionError: The tokens that have to stay are more.
         """
         kept = set[int]()
         for number in chain(self._always, required):
             kept |= self._with_parts(number, kept)
         if len(kept) > size:
             raise OptionError(
-                f"{len(kept):,} words have to stay: all bytes, the added tokens, those that the "
+                f"{len(kept):,} tokens have to stay: all bytes, the added tokens, those that the "
                 f"configuration names, and their parts. Give at least as many; got {size:,}.",
                 "vocabulary",
             )
-        for number in sorted(self.words, key=lambda number: (-counts[number], number)):
+        for number in sorted(self.tokens, key=lambda number: (-counts[number], number)):
             if len(kept) == size:
                 break
             more = self._with_parts(number, kept)
@@ -139,10 +139,10 @@ class Vocabulary:
         return sorted(kept)
 
     def cut(self, number: Mapping[int, int]) -> dict[str, Any]:
-        """Return the content of a tokenizer.json of kept words, by their new numbers."""
+        """Return the content of a tokenizer.json of kept tokens, by their new numbers."""
         model, cut = self.content["model"], dict[str, Any]()
         if model["type"] == "Unigram":
-            listed = [word for old, word in enumerate(model["vocab"]) if old in number]
+            listed = [token for old, token in enumerate(model["vocab"]) if old in number]
             unknown = model["unk_id"]
             cut = {"vocab": listed, "unk_id": None if unknown is None else number[unknown]}
         else:
@@ -165,10 +165,10 @@ class Vocabulary:
 
     @property
     def _always(self) -> Iterator[int]:
-        """Yield the numbers of the words that have to stay, whatever the text is."""
+        """Yield the numbers of the tokens that have to stay, whatever the text is."""
         model = self.content["model"]
         spelling = [*_BYTES, _SPACE] if model["byte_fallback"] else ByteLevel.alphabet()
-        yield from (self.number[word] for word in spelling if word in self.number)
+        yield from (self.number[token] for token in spelling if token in self.number)
         yield from (token["id"] for token in self.content["added_tokens"])
         yield from _numbers_of_processor(self.content.get("post_processor"))
         if padding := self.content.get("padding"):
@@ -182,12 +182,12 @@ class Vocabulary:
                 yield model["unk_id"]
 
     def _with_parts(self, number: int, kept: set[int]) -> set[int]:
-        """Return a word, the parts that it is merged of, and theirs, without those in `kept`."""
+        """Return a token, the parts that it is merged of, and theirs, without those in `kept`."""
         more, waiting = set[int](), [number]
         while waiting:
-            if (word := waiting.pop()) not in kept and word not in more:
-                more.add(word)
-                waiting += (self.number[part] for part in self._parts(self.words[word]))
+            if (token := waiting.pop()) not in kept and token not in more:
+                more.add(token)
+                waiting += (self.number[part] for part in self._parts(self.tokens[token]))
         return more
 
     @cached_property
@@ -201,59 +201,59 @@ class Vocabulary:
 
     @cached_property
     def _splits(self) -> Mapping[str, list[tuple[str, str]]]:
-        """All merges that give a word."""
+        """All merges that give a token."""
         splits: dict[str, list[tuple[str, str]]] = {}
         for pair in self._merges:
             splits.setdefault("".join(pair), []).append(pair)
         return splits
 
-    def _parts(self, word: str) -> tuple[str, ...]:
-        """Return the two parts of the last merge by which a word is made; none of other words."""
-        splits = self._splits.get(word, [])
+    def _parts(self, token: str) -> tuple[str, ...]:
+        """Return the two parts of the last merge by which a token is made; none of other tokens."""
+        splits = self._splits.get(token, [])
         if len(splits) < 2:
             return splits[0] if splits else ()
-        parts, last = [*word], tuple[str, ...]()
+        parts, last = [*token], tuple[str, ...]()
         while len(parts) > 1:
             pairs = [*pairwise(parts)]
             place = min(
                 range(len(pairs)), key=lambda i: self._ranks.get(pairs[i], len(self._ranks))
             )
             if pairs[place] not in self._ranks:
-                return ()  # the word is a token only where it stands alone
+                return ()  # a token only where it stands alone
             last = pairs[place]
             parts[place : place + 2] = ["".join(last)]
         return last
 
 
-def _numbers_of_words(content: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of all words in a tokenizer.json, those of added tokens included."""
+def _numbers_of_tokens(content: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of all tokens in a tokenizer.json, those of added tokens included."""
     of_model = content["model"]["vocab"]
     if isinstance(of_model, list):  # a Unigram model's
-        of_model = {word: number for number, (word, _) in enumerate(of_model)}
+        of_model = {token: number for number, (token, _) in enumerate(of_model)}
     return of_model | {token["content"]: token["id"] for token in content["added_tokens"]}
 
 
 def _why_without_bytes(content: Mapping[str, Any]) -> str | None:
-    """Return why a tokenizer has no bytes for text without words, `None` if it has them."""
+    """Return why a tokenizer has no bytes for text without tokens, `None` if it has them."""
     model = content["model"]
     kind = f"its tokenizer is a {model['type']} model"
     if model["type"] not in ("BPE", "Unigram"):
         return (
-            f"{kind}, which makes one unknown word of what it has no words for; BPE and Unigram "
-            "models with words for bytes lose nothing"
+            f"{kind}, which makes one unknown token of what it has no tokens for; BPE and Unigram "
+            "models with tokens for bytes lose nothing"
         )
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return f"{kind} with other words within a word or at its end, whose merges are not joins"
+        return f"{kind} with other tokens within a token or at its end, whose merges are not joins"
     if model["byte_fallback"]:
         names = (
-            {word for word, _ in model["vocab"]} if model["type"] == "Unigram" else model["vocab"]
+            {token for token, _ in model["vocab"]} if model["type"] == "Unigram" else model["vocab"]
         )
         if missing := [byte for byte in _BYTES if byte not in names]:
             return f"{kind} that falls back to bytes, and lacks {', '.join(missing[:3])}"
         return None
     if model["type"] == "BPE" and _has_byte_level(content):
         return None
-    return f"{kind} without words for bytes, so that characters without words would be lost"
+    return f"{kind} without tokens for bytes, so that characters without tokens would be lost"
 
 
 def _has_byte_level(content: Mapping[str, Any]) -> bool:
@@ -268,7 +268,7 @@ def _has_byte_level(content: Mapping[str, Any]) -> bool:
 
 
 def _numbers_of_processor(processor: Mapping[str, Any] | None) -> Iterator[int]:
-    """Yield the numbers of words in the post-processor of a tokenizer.json."""
+    """Yield the numbers of tokens in the post-processor of a tokenizer.json."""
     if processor is None:
         return
     for special in processor.get("special_tokens", {}).values():
@@ -283,7 +283,7 @@ def _numbers_of_processor(processor: Mapping[str, Any] | None) -> Iterator[int]:
 def _renumbered_processor(
     processor: Mapping[str, Any] | None, number: Mapping[int, int]
 ) -> dict[str, Any] | None:
-    """Return a post-processor of a tokenizer.json whose words have other numbers."""
+    """Return a post-processor of a tokenizer.json whose tokens have other numbers."""
     if processor is None:
         return None
     changed = dict(processor)
@@ -294,8 +294,8 @@ def _renumbered_processor(
         }
     for key in ("sep", "cls"):
         if key in processor:
-            word, old = processor[key]
-            changed[key] = [word, number[old]]
+            token, old = processor[key]
+            changed[key] = [token, number[old]]
     if "processors" in processor:
         each = processor["processors"]
         changed["processors"] = [_renumbered_processor(step, number) for step in each]
@@ -305,7 +305,7 @@ def _renumbered_processor(
 def renumbered_tokenizer(
     tokenizer: Any, content: Mapping[str, Any], number: Mapping[int, int]
 ) -> Any:
-    """Return a tokenizer with other words; its chat template and its settings stay.
+    """Return a tokenizer with other tokens; its chat template and its settings stay.
 
     Raises:
         TargetError: It is not read as it is written.
@@ -322,9 +322,9 @@ def renumbered_tokenizer(
         file.write_text(json.dumps(config), encoding="utf-8")
         smaller = load_tokenizer(directory)
     smaller.name_or_path = ""  # that of no directory, whose files would be taken for its own
-    if smaller.get_vocab() != _numbers_of_words(content):
+    if smaller.get_vocab() != _numbers_of_tokens(content):
         raise cannot_cut(
-            f"a {type(tokenizer).__name__} reads the smaller tokenizer.json with other words or "
+            f"a {type(tokenizer).__name__} reads the smaller tokenizer.json with other tokens or "
             "numbers than it has"
         )
     return smaller
@@ -348,23 +348,23 @@ def _random_strings() -> Iterator[str]:
         yield "".join(chr(n) for n in numbers if not 0xD800 <= n < 0xE000)  # no surrogates
 
 
-def prove_words(
+def prove_tokens(
     vocabulary: Vocabulary,
     tokenizer: Any,
     number: Mapping[int, int],
     documents: Sequence[str],
 ) -> tuple[dict[str, int], list[int]]:
-    """Prove that a smaller tokenizer loses nothing, and makes the same words where it can.
+    """Prove that a smaller tokenizer loses nothing, and makes the same tokens where it can.
 
     Returns:
-        The numbers of strings as in `VocabularyCut.proof`, and the former numbers of kept words,
+        The numbers of strings as in `VocabularyCut.proof`, and the former numbers of kept tokens,
         in strings of the text that have no others.
 
     Raises:
-        TargetError: A string is lost, or one of kept words has other ones.
-        DataError: No string of the text has kept words alone.
+        TargetError: A string is lost, or one of kept tokens has other ones.
+        DataError: No string of the text has kept tokens alone.
     """
-    proof, smaller = {"same_words": 0}, Vocabulary.of(tokenizer).tokenizer
+    proof, smaller = {"same_tokens": 0}, Vocabulary.of(tokenizer).tokenizer
     window: list[int] = []
     for kind, strings in {"text": _strings(documents), "unicode": _random_strings()}.items():
         tried = [*strings]
@@ -386,16 +386,16 @@ def prove_words(
         same = [i for i, ids in enumerate(before) if ids and all(old in number for old in ids)]
         if other := [i for i in same if [number[old] for old in before[i]] != after[i]]:
             raise cannot_cut(
-                f"the smaller tokenizer makes other words of {len(other)} of {len(same):,} strings "
-                f"of kept words, such as {tried[other[0]]!r}"
+                f"the smaller tokenizer makes other tokens of {len(other)} of {len(same):,} "
+                f"strings of kept tokens, such as {tried[other[0]]!r}"
             )
-        proof["same_words"] += len(same)
+        proof["same_tokens"] += len(same)
         if kind == "text":
             window = [*chain.from_iterable(before[i] for i in same)]
     if not window:
         raise DataError(
-            "no string of the text has kept words alone, so that nothing can be compared. Keep "
-            "more words, or give more text.",
+            "no string of the text has kept tokens alone, so that nothing can be compared. Keep "
+            "more tokens, or give more text.",
             "vocabulary",
         )
     return proof, window

@@ -1,9 +1,9 @@
-r"""How much of a text needs other words than those that `prune --vocabulary` keeps.
+r"""How much of a text needs other tokens than those that `prune --vocabulary` keeps.
 
-    python lab/benchmarks/words.py TOKENIZER TEXT.txt MORE.txt
+    python lab/benchmarks/vocabulary.py TOKENIZER TEXT.txt MORE.txt
 
-METHOD. The words are counted on the first nine tenths of TEXT, and again with MORE beside it; the
-share of tokens that are no kept words is that of the last tenth of TEXT.
+METHOD. The tokens are counted on the first nine tenths of TEXT, and again with MORE beside it; the
+share of tokens that are not kept is that of the last tenth of TEXT.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from mrp_lightning.narrowing.words import Vocabulary
+from mrp_lightning.narrowing.tokenizer import Vocabulary
 
 SIZES = (8_000, 12_000, 16_000, 24_000, 32_000)
 
@@ -30,13 +30,13 @@ def main() -> None:
     cut = len(text) * 9 // 10
     counted, held_out = vocabulary.counts([text[:cut]]), vocabulary.counts([text[cut:]])
     with_more = counted + vocabulary.counts([options.more.read_text("utf-8")])
-    print(f"{len(counted):,} words in {counted.total():,} tokens; with more, {len(with_more):,}")
-    print("| words kept | others, counted on the text | with more |\n| --- | --- | --- |")
+    print(f"{len(counted):,} tokens in {counted.total():,} tokens; with more, {len(with_more):,}")
+    print("| tokens kept | others, counted on the text | with more |\n| --- | --- | --- |")
     for size in SIZES:
         shares = []
         for counts in (counted, with_more):
             kept = set(vocabulary.chosen(size, counts, ()))
-            others = sum(n for word, n in held_out.items() if word not in kept)
+            others = sum(n for token, n in held_out.items() if token not in kept)
             shares.append(f"{others / held_out.total():.2%}")
         print(f"| {size:,} | {' | '.join(shares)} |")
 
