@@ -1,5 +1,8 @@
+import ctypes
 import functools
+import platform
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,48 @@ from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of
+
+HERE = Path(__file__).parent
+
+
+def cpu_flags() -> set[str]:
+    """What Linux says that this CPU has."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+
+
+# The instructions that `has_avx512` of the kernels asks for.
+needs_vectors = pytest.mark.skipif(
+    not {"avx512_vbmi2", "avx512_bf16", "avx512bw", "avx512vl"} <= cpu_flags(),
+    reason="needs a CPU with AVX-512",
+)
+HAS_TILES = {"amx_tile", "amx_int8", "amx_bf16"} <= cpu_flags()
+VECTORS, PORTABLE, TILES, AVX2 = 1, 2, 3, 4
+"""`Way` in operators.cpp. Tests that take `TILES` use the fixture `tiles`."""
+IN_TILES = pytest.param(TILES, marks=needs_vectors, id="tiles" if HAS_TILES else "emulated-tiles")
+
+
+@pytest.fixture(scope="session")
+def _emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if platform.machine() != "x86_64" or shutil.which("g++") is None:
+        pytest.skip("needs an x86-64 CPU and g++")
+    built = tmp_path_factory.mktemp("emulated") / "tiles.so"
+    options = ["-std=c++20", "-O3", "-fPIC", "-shared"]
+    subprocess.run(["g++", *options, HERE / "emulated_tiles.cpp", "-o", built], check=True)
+    library = ctypes.CDLL(str(built))
+    for function in (library.instructions, library.configurations):
+        function.restype = ctypes.c_int64
+    return library
+
+
+@pytest.fixture
+def tiles(_emulated_tiles: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """Tiles (AMX): those of the CPU, or an emulation. Every thread must have released them."""
+    _emulated_tiles.install()
+    yield _emulated_tiles
+    _emulated_tiles.remove_again()
+    assert _emulated_tiles.configurations() == 0
+
 
 SIZES = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},

@@ -1,5 +1,6 @@
-// The kernels of `integers.h`, with its instructions of AVX-512 emulated: each as Intel's guide defines it,
-// lane by lane. So a processor without them compares their kernels with the others.
+// The kernels of `integers.h` and `tile_integers.h`, with their instructions of AVX-512 emulated: each as
+// Intel's guide defines it, lane by lane. So a processor without them compares their kernels with the others.
+// Those of tiles are emulated as they are executed, by `emulated_tiles.h`.
 #include "coded_rows.h"
 #include "tokens.h"
 
@@ -122,6 +123,7 @@ __m512 multiply(__m512 a, __m512 b) {
 #define _mm512_load_ps(p) (emulated::load<__m512, float>(p))
 #define _mm512_store_si512(p, a) (emulated::store(p, a))
 #define _mm512_storeu_ps(p, a) (emulated::store(p, a))
+#define _mm512_store_ps(p, a) (emulated::store(p, a))
 #define _mm512_setzero_si512() (emulated::each<__m512i, int32_t>([](size_t) { return 0; }))
 #define _mm512_setzero_ps() (emulated::each<__m512, float>([](size_t) { return 0; }))
 #define _mm512_set1_epi8(v) (emulated::each<__m512i, int8_t>([&](size_t) { return v; }))
@@ -131,6 +133,7 @@ __m512 multiply(__m512 a, __m512 b) {
 #define _mm512_broadcast_i32x4(a) \
   (emulated::each<__m512i, int32_t>([v = a](size_t i) { return ((__v4si)v)[i % 4]; }))
 #define _mm512_add_epi32(a, b) (emulated::both<int32_t>(a, b, std::plus()))
+#define _mm512_sub_epi8(a, b) (emulated::both<int8_t>(a, b, std::minus()))
 #define _mm512_cvtepi32_ps(a) \
   (emulated::each<__m512, float>([v = emulated::lanes<int32_t>(a)](size_t i) { return v[i]; }))
 #define _mm512_cvtepu32_epi64 emulated::widen_words
@@ -147,23 +150,29 @@ __m512 multiply(__m512 a, __m512 b) {
 #define _mm512_mul_ps emulated::multiply
 #define MRP_VNNI
 
-#include "integers.h"
+#include "tile_integers.h"
 
-// y (tokens, rows) for x (tokens, columns), by the kernel with the number `way` of `Integers`; false if
-// the weight is damaged.
+// y (tokens, rows) for x (tokens, columns), by the kernel with the number `way` of `Integers`, or by that of
+// tiles for the next number; false if the weight is damaged.
 extern "C" bool multiply(
     int64_t way, const uint8_t* nibbles, int64_t bytes, const uint8_t* places, const float* scales,
     const int64_t* offsets, const float* x, float* y, int64_t tokens, int64_t rows,
     int64_t columns) {
   const mrp::Coded<float> weight{
       nibbles, nibbles + bytes, places, (columns + 7) / 8, columns, scales, offsets};
-  std::vector<mrp::RoundedGroup> rounded(tokens * weight.groups());
-  const auto kernel = static_cast<mrp::Integers>(way);
-  for (int64_t t = 0; t < tokens; t++) {
-    mrp::round_token(kernel, x + t * columns, columns, rounded.data() + t * weight.groups());
-  }
+  const float* bias = nullptr;
   try {
-    const float* bias = nullptr;
+    if (way > static_cast<int64_t>(mrp::Integers::vnni)) {
+      mrp::RoundedTiles rounded(tokens, weight.groups());
+      rounded.fill(x, columns, 0, rounded.tiles());
+      mrp::multiply_rounded_tiles(weight, rounded, bias, y, rows, 0, rows);
+      return true;
+    }
+    std::vector<mrp::RoundedGroup> rounded(tokens * weight.groups());
+    const auto kernel = static_cast<mrp::Integers>(way);
+    for (int64_t t = 0; t < tokens; t++) {
+      mrp::round_token(kernel, x + t * columns, columns, rounded.data() + t * weight.groups());
+    }
     mrp::multiply_rounded(kernel, weight, rounded.data(), tokens, bias, y, rows, 0, rows);
     return true;
   } catch (const std::runtime_error&) {

@@ -16,7 +16,15 @@ from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.kernels import library
 
-from .conftest import keep_two_of_four, onto_grid
+from .conftest import (
+    IN_TILES,
+    PORTABLE,
+    TILES,
+    VECTORS,
+    keep_two_of_four,
+    needs_vectors,
+    onto_grid,
+)
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = [1, 8, 31, 32, 33, 64, 100, 127, 128, 129, 136, 160, 250, 384, 1000]
@@ -28,28 +36,16 @@ def _kernels() -> None:
         pytest.skip("needs a C++ compiler")
 
 
-def has_vectors() -> bool:
-    """Whether this CPU has the instructions that `has_avx512` of the kernels asks for."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    return {"avx512_vbmi2", "avx512_bf16", "avx512bw", "avx512vl"} <= flags
-
-
-needs_vectors = pytest.mark.skipif(not has_vectors(), reason="needs a CPU with AVX-512")
-
-
-VECTORS, PORTABLE, DENSE = 1, 2, 3
-"""`Way` in operators.cpp."""
-
-
 @pytest.fixture(
     params=[
         pytest.param(VECTORS, marks=needs_vectors, id="vectors"),
         pytest.param(PORTABLE, id="portable"),
-        pytest.param(DENSE, marks=needs_vectors, id="dense"),
+        IN_TILES,
     ]
 )
 def way(request: pytest.FixtureRequest) -> int:
+    if request.param == TILES:
+        request.getfixturevalue("tiles")
     return request.param
 
 
@@ -152,13 +148,13 @@ def test_what_is_not_finite_spreads_through_four_bits(way):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_eight_bits_of_any_width(dtype):
+def test_eight_bits_of_any_width(dtype, way):
     for number, columns in enumerate(COLUMNS):
         tokens, rows = (1, 2, 3, 5, 8, 13)[number % 6], (1, 7, 40)[number % 3]
         codes, scales = eight_bit.pack(random(rows, columns, seed=number).to(dtype))
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
-        found = torch.ops.mrp_lightning.linear8(x, codes, scales, bias)
+        found = torch.ops.mrp_lightning_cpu.linear8(x, codes, scales, bias, way)
         assert found.shape == (tokens, rows)
         exact = codes.double() * scales.double()[:, None]
         expected = x.double() @ exact.T + (0 if bias is None else bias.double())
@@ -192,25 +188,28 @@ def test_tensors_that_are_no_eight_bits_are_refused():
     refused("columns", codes, scales, given=x[:, :48])
 
 
-@pytest.mark.parametrize("way", [PORTABLE, pytest.param(DENSE, marks=needs_vectors)])
 @pytest.mark.parametrize("rows", [24, 4100])
-def test_many_tokens_are_a_dense_product_bit_by_bit(rows, way):
-    """Without AVX-512, and with AMX: of 4,100 rows as many at once as fit into 4 MiB."""
+def test_many_tokens_are_a_dense_product_bit_by_bit(rows):
+    """Without AVX-512: of 4,100 rows as many at once as fit into 4 MiB."""
     weight = keep_two_of_four(random(rows, 1024)).bfloat16()
     x, bias = random(17, 1024, seed=1).bfloat16(), random(rows, seed=2).bfloat16()
     values, bits = bitmask.pack(weight)
     offsets = bitmask.row_offsets(bits)
     expected = torch.nn.functional.linear(x, weight, bias)
     multiply = torch.ops.mrp_lightning_cpu
-    found = multiply.linear_bitmask(x, values, bits, offsets, bias, way)
+    found = multiply.linear_bitmask(x, values, bits, offsets, bias, PORTABLE)
     assert torch.equal(found, expected)
     packed = sparse24.pack(weight)
-    assert torch.equal(multiply.linear24(x, *packed, bias, way), expected)
+    assert torch.equal(multiply.linear24(x, *packed, bias, PORTABLE), expected)
 
 
 @needs_vectors
-@pytest.mark.parametrize("columns", [200, 2056, 9000])
-def test_the_results_of_a_token_do_not_depend_on_the_others(columns):
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(
+    ("columns", "way"),
+    [(200, VECTORS), (2056, VECTORS), (9000, VECTORS), (200, TILES), (1096, TILES)],
+)
+def test_the_results_of_a_token_do_not_depend_on_the_others(way, columns):
     """From 1 to 1,000 tokens, in tiles of all sizes. Bits and nibbles give the same sums."""
     weight = keep_two_of_four(of_four_bits(41, columns, 1.0)).bfloat16()
     x, bias = random(1000, columns, seed=1).bfloat16(), random(41, seed=2).bfloat16()
@@ -220,15 +219,15 @@ def test_the_results_of_a_token_do_not_depend_on_the_others(columns):
     packed = bitmask4.pack(weight)
     starts = bitmask4.row_offsets(packed[1])
     for run in (
-        lambda some: multiply.linear_bitmask(some, values, bits, offsets, bias, VECTORS),
-        lambda some: multiply.linear_bitmask4(some, *packed, starts, bias, False, VECTORS),
+        lambda some: multiply.linear_bitmask(some, values, bits, offsets, bias, way),
+        lambda some: multiply.linear_bitmask4(some, *packed, starts, bias, False, way),
     ):
         every = run(x)
         assert_exact(every, weight, x, bias)
         for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 64, 513):
             assert torch.equal(run(x[-tokens:]), every[-tokens:])
-    by_bits = multiply.linear_bitmask(x, values, bits, offsets, bias, VECTORS)
-    assert torch.equal(multiply.linear24(x, *sparse24.pack(weight), bias, VECTORS), by_bits)
+    by_bits = multiply.linear_bitmask(x, values, bits, offsets, bias, way)
+    assert torch.equal(multiply.linear24(x, *sparse24.pack(weight), bias, way), by_bits)
 
 
 def test_what_is_not_finite_spreads_as_in_a_dense_product(way):

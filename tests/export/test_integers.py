@@ -27,21 +27,36 @@ from mrp_sparse.huggingface import Bitmask4Config, BitmaskConfig
 from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import Bitmask4Linear, round_activations
 
-from .conftest import refusal
+from .conftest import AVX2, IN_TILES, PORTABLE, TILES, refusal
 
 KERNELS = Path(bitmask4.__file__).parents[1] / "kernels" / "cpu"
-BEST, PORTABLE, AVX2 = 0, 2, 4
-"""`Way` in operators.cpp. The best one is AVX-512's, if this CPU has it."""
-VNNI = 2
-"""`Integers` in integers.h."""
+BEST = 0
+"""`Way` in operators.cpp: AVX-512's, if this CPU has it, or that of tiles."""
+VNNI, TILES_OF_INTEGERS = 2, 3
+"""The numbers of kernels in emulated_vnni.cpp."""
 quick = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 columns_of_weights = st.integers(1, 300) | st.sampled_from([2048, 2050, 4500])
 """Some are decoded in several spans of columns."""
-sizes = st.tuples(st.sampled_from([1, 2, 3, 5, 8, 13, 300]), st.integers(1, 40), columns_of_weights)
+sizes = st.tuples(
+    st.sampled_from([1, 2, 3, 5, 8, 13, 16, 33, 300]), st.integers(1, 40), columns_of_weights
+)
 kept = st.sampled_from([0.0, 0.1, 0.5, 1.0])
 seeds = st.integers(0, 999)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(PORTABLE, id="portable"),
+        pytest.param(AVX2, id="avx2"),
+        IN_TILES,
+    ]
+)
+def way(request: pytest.FixtureRequest) -> int:
+    if request.param == TILES:
+        request.getfixturevalue("tiles")
+    return request.param
 
 
 def weight_and_tokens(size: tuple[int, int, int], part: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +106,7 @@ def assert_as_defined(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor) ->
 
 @given(sizes, kept, seeds, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 @quick
-def test_it_is_the_formula_by_every_kernel(size, part, seed, dtype):
+def test_it_is_the_formula_by_every_kernel(way, size, part, seed, dtype):
     weight, x = (tensor.to(dtype) for tensor in weight_and_tokens(size, part, seed))
     bias = torch.randn(len(weight), generator=torch.Generator().manual_seed(seed)).to(dtype)
     found = multiply(x, weight, bias)
@@ -99,15 +114,14 @@ def test_it_is_the_formula_by_every_kernel(size, part, seed, dtype):
     assert_as_defined(found, x, weight, bias)
     plain = bitmask4.multiply_rounded(x, *bitmask4.pack(weight)) + bias
     assert_as_defined(plain, x, weight, bias)
-    for way in (PORTABLE, AVX2):
-        assert torch.equal(multiply(x, weight, bias, way), found)
+    assert torch.equal(multiply(x, weight, bias, way), found)
     # Whatever the number of tokens, each has its sums in the same order.
     assert torch.equal(multiply(x[-1:], weight, bias), found[-1:])
 
 
 @given(sizes, kept, seeds)
 @quick
-def test_sums_of_integers_are_exact(size, part, seed):
+def test_sums_of_integers_are_exact(way, size, part, seed):
     """With all scales 1, numbers from −127 to 127 and codes from −8 to 8 are multiplied."""
     tokens, rows, columns = size
     random = torch.Generator().manual_seed(seed)
@@ -116,17 +130,17 @@ def test_sums_of_integers_are_exact(size, part, seed):
     x = torch.randint(-127, 128, (tokens, columns), generator=random).float()
     x[:, ::GROUP] = 127.0  # the scale of each group
     expected = (x.long() @ codes.long().T).float()
-    for way in (BEST, PORTABLE, AVX2):
-        assert torch.equal(multiply(x, codes, way=way), expected)
+    for kernel in (BEST, way):
+        assert torch.equal(multiply(x, codes, way=kernel), expected)
     assert torch.equal(bitmask4.multiply_rounded(x, *bitmask4.pack(codes)), expected)
 
 
-def test_the_largest_sums_fit_their_integers():
+def test_the_largest_sums_fit_their_integers(way):
     x = torch.full((9, 640), 127.0)
     for code in (8.0, -8.0):
         weight = torch.full((17, 640), code)
-        for way in (BEST, PORTABLE, AVX2):
-            assert multiply(x, weight, way=way).unique().tolist() == [640 * 127 * code]
+        for kernel in (BEST, way):
+            assert multiply(x, weight, way=kernel).unique().tolist() == [640 * 127 * code]
 
 
 def test_tiny_and_huge_activations_are_rounded_like_others():
@@ -141,7 +155,7 @@ def test_tiny_and_huge_activations_are_rounded_like_others():
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory) -> Callable[..., Tensor | None]:
-    """A function that multiplies in float32 by a kernel of `Integers`; `None` where it refuses."""
+    """A function that multiplies in float32 by the kernel of a number; `None` if it refuses."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if shutil.which("g++") is None or "avx2" not in flags:
         pytest.skip("needs g++, and a CPU with AVX2")
@@ -165,18 +179,20 @@ def emulated(tmp_path_factory) -> Callable[..., Tensor | None]:
     return run
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kernel", [VNNI, TILES_OF_INTEGERS])
 @given(sizes, kept, seeds)
 @quick
-def test_avx512_gives_the_bits_of_the_portable_kernel(emulated, size, part, seed):
+def test_avx512_gives_the_bits_of_the_portable_kernel(emulated, kernel, size, part, seed):
     weight, x = weight_and_tokens(size, part, seed)
     packed = bitmask4.pack(weight)
     offsets = bitmask4.row_offsets(packed[1])
-    found = emulated(VNNI, x, packed, offsets)
+    found = emulated(kernel, x, packed, offsets)
     assert torch.equal(found, emulated(0, x, packed, offsets))
     assert torch.equal(found, multiply(x, weight, way=PORTABLE))
     damaged = packed[0][:-1].clone(), *packed[1:]
     if packed[0].numel():
-        assert emulated(VNNI, x, damaged, offsets) is None
+        assert emulated(kernel, x, damaged, offsets) is None
 
 
 # ---- Layers, slices and checkpoints ----

@@ -136,16 +136,6 @@ struct CodedRows {
         order, _mm512_packus_epi32(_mm512_srli_epi32(lower, 16), _mm512_srli_epi32(upper, 16)));
   }
 
-  // The inverse of `arrange`.
-  MRP_AVX512 static void restore(__m512i (&halves)[2]) {
-    const __m512i lower = _mm512_unpacklo_epi16(halves[0], halves[1]);
-    const __m512i upper = _mm512_unpackhi_epi16(halves[0], halves[1]);
-    // Each 128 bits of `lower` are followed by those of `upper`.
-    halves[0] = _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper);
-    halves[1] =
-        _mm512_permutex2var_epi64(lower, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), upper);
-  }
-
   MRP_AVX512 __m512 scaled(__m512 sums, int64_t, uint32_t) const { return sums; }
 
   // Half of the weights are thought to be kept.

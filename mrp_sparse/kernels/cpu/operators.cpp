@@ -1,14 +1,16 @@
 // The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8.
 // Tokens of 8 bits are multiplied as integers, in panels of rows. Of others: with AVX-512, tokens of
-// bfloat16 are multiplied as rows are decoded, or, if they are many, in panels or, where the processor
-// multiplies tiles (AMX), by torch, of which some rows are decoded at once; without it, one or two of them
-// row by row. All else is decoded for a dense product of some rows, or, of 8 bits, multiplied by torch.
+// bfloat16 are multiplied as rows are decoded, or, if they are many, in panels; without it, one or two of
+// them row by row. Many tokens of either kind are multiplied in tiles where the processor has them (AMX).
+// All else is decoded for a dense product of some rows, or, of 8 bits, multiplied by torch.
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "few_tokens.h"
 #include "integers.h"
 #include "panels.h"
 #include "rows.h"
+#include "tile_integers.h"
+#include "tile_panels.h"
 #include "torch_calls.h"
 
 namespace {
@@ -21,18 +23,17 @@ using mrp::Tensor;
 
 // Up to here a row is multiplied as it is decoded without AVX-512; beyond, it is decoded for all tokens.
 constexpr int64_t FEW_TOKENS = 2;
-// From here on rows are decoded for torch's product where that takes tiles: to read a dense weight takes
-// it longer than to multiply it, up to hundreds of tokens, and the panels of `panels.h` take longer than
-// both. Not measured: an estimate from times of dense layers.
-constexpr int64_t TOKENS_FOR_TILES = 16;
+// From here on tokens are multiplied in tiles, where the processor has them. Not measured, but an estimate
+// from counts of instructions, by which tiles are ahead from about four tokens on.
+constexpr int64_t TOKENS_FOR_TILES = 8;
 // Weights that a thread should have for its own.
 constexpr int64_t GRAIN = 32768;
 // Bytes of dense rows for torch's product: much more would be mapped and cleared anew by each call.
 constexpr int64_t DENSE_BYTES = 1 << 22;
 
-// How a product is computed: in the best way here or, for tests, in one of all.
-// Integers take the instructions of a way's name, and the best ones in place of `dense`.
-enum class Way : int64_t { best, vectors, portable, dense, avx2 };
+// How a product is computed: in the best way here or, for tests and benchmarks, in one of all, of which
+// `avx2` is for integers alone. `tiles` needs a processor that has them, or a test that emulates them.
+enum class Way : int64_t { best, vectors, portable, tiles, avx2 };
 
 template <typename T>
 const T* data_of(const Tensor& tensor) {
@@ -75,8 +76,7 @@ class Product {
   // The product with tokens that are rounded to 8 bits before.
   template <typename T>
   Tensor by_integers(const mrp::Coded<T>& weight, mrp::Integers way) const {
-    constexpr int64_t height = mrp::BLOCK_ROWS;
-    const int64_t groups = weight.groups(), blocks = (rows_ + height - 1) / height;
+    const int64_t groups = weight.groups();
     const auto tokens = std::make_unique_for_overwrite<mrp::RoundedGroup[]>(count * groups);
     const T* input = data_of<T>(x);
     mrp::in_parallel(count, grain(), [&](int64_t begin, int64_t end) {
@@ -85,48 +85,46 @@ class Product {
       }
     });
     return filled<T>([&](const T* bias, T* y) {
-      mrp::in_parallel(blocks, grain() / height + 1, [&](int64_t begin, int64_t end) {
-        mrp::multiply_rounded(
-            way, weight, tokens.get(), count, bias, y, rows_, begin * height,
-            std::min(end * height, rows_));
+      in_panels(mrp::BLOCK_ROWS, [&](int64_t begin, int64_t end) {
+        mrp::multiply_rounded(way, weight, tokens.get(), count, bias, y, rows_, begin, end);
       });
     });
   }
 
 #ifdef MRP_AVX512
-  template <typename Rows>
-  Tensor by_avx512(const Rows& weight, Way way) const {
-    if (way == Way::dense || (way == Way::best && takes_tiles())) {
-      return by_dense<BFloat16>(
-          [&](int64_t r, BFloat16* dense) { mrp::decode_vectors(weight, r, dense); });
-    }
-    return by_vectors(weight);
+  // The same in tiles.
+  template <typename T>
+  Tensor by_integer_tiles(const mrp::Coded<T>& weight) const {
+    mrp::RoundedTiles tokens(count, weight.groups());
+    mrp::in_parallel(tokens.tiles(), grain() / mrp::SIDE + 1, [&](int64_t begin, int64_t end) {
+      tokens.fill(data_of<T>(x), columns, begin, end);
+    });
+    return filled<T>([&](const T* bias, T* y) {
+      in_panels(mrp::BLOCK_ROWS, [&](int64_t begin, int64_t end) {
+        mrp::multiply_rounded_tiles(weight, tokens, bias, y, rows_, begin, end);
+      });
+    });
   }
 
-  // Whether torch's product is faster than decoding into registers.
-  bool takes_tiles() const { return count >= TOKENS_FOR_TILES && mrp::has_amx(); }
+  // Whether these tokens are multiplied in tiles, by a processor with AVX-512.
+  bool takes_tiles(Way way) const {
+    const bool has = mrp::has_amx();  // before any tile: Linux wants to be asked
+    return way == Way::tiles || (way == Way::best && has && count >= TOKENS_FOR_TILES);
+  }
 
-  // The product with rows that are decoded into registers, for few tokens, or in panels.
+  // The product with rows that are decoded for tiles, or into registers, for few tokens or in panels.
   template <typename Rows>
-  Tensor by_vectors(const Rows& weight) const {
-    const int64_t most = count <= mrp::FEW_TOKENS ? mrp::FEW_TOKENS : mrp::TILE_TOKENS;
-    const int64_t height = mrp::panel_rows(columns), panels = (rows_ + height - 1) / height;
-    const auto* input = data_of<BFloat16>(x);
-    return filled<BFloat16>([&](const BFloat16* bias, BFloat16* y) {
-      for (int64_t first = 0; first < count; first += mrp::MOST_TOKENS) {
-        mrp::TokenTiles tokens(std::min(mrp::MOST_TOKENS, count - first), columns, most);
-        mrp::in_parallel(tokens.tiles(), grain(), [&](int64_t begin, int64_t end) {
-          tokens.fill<Rows>(input + first * columns, begin, end);
-        });
-        mrp::in_parallel(panels, grain() / height + 1, [&](int64_t begin, int64_t end) {
-          const auto multiply = count <= mrp::FEW_TOKENS ? mrp::multiply_few<Rows>
-                                                         : mrp::multiply_panels<Rows>;
-          multiply(
-              weight, tokens, bias, y + first * rows_, rows_, begin * height,
-              std::min(end * height, rows_));
-        });
-      }
-    });
+  Tensor by_avx512(const Rows& weight, Way way) const {
+    if (takes_tiles(way)) {
+      return by_tokens(
+          weight, mrp::tile_panel_rows(columns), mrp::multiply_tiles<Rows>,
+          [&](int64_t some) { return mrp::TurnedTokens(some, columns); });
+    }
+    const bool few = count <= mrp::FEW_TOKENS;
+    const int64_t most = few ? mrp::FEW_TOKENS : mrp::TILE_TOKENS;
+    return by_tokens(
+        weight, mrp::panel_rows(columns), few ? mrp::multiply_few<Rows> : mrp::multiply_panels<Rows>,
+        [&](int64_t some) { return mrp::TokenTiles(some, columns, most); });
   }
 #endif
 
@@ -169,6 +167,35 @@ class Product {
     const Tensor result = mrp::empty(shape_, x.scalar_type());
     fill(bias_ ? data_of<T>(*bias_) : nullptr, static_cast<T*>(result.mutable_data_ptr()));
     return result;
+  }
+
+#ifdef MRP_AVX512
+  // What `multiply` computes of panels of `height` rows, with tokens in the tiles that `tiles_of(count)` has.
+  template <typename Rows, typename Multiply, typename TilesOf>
+  Tensor by_tokens(
+      const Rows& weight, int64_t height, const Multiply& multiply, const TilesOf& tiles_of) const {
+    const auto* input = data_of<BFloat16>(x);
+    return filled<BFloat16>([&](const BFloat16* bias, BFloat16* y) {
+      for (int64_t first = 0; first < count; first += mrp::MOST_TOKENS) {
+        auto tokens = tiles_of(std::min(mrp::MOST_TOKENS, count - first));
+        mrp::in_parallel(tokens.tiles(), grain(), [&](int64_t begin, int64_t end) {
+          tokens.template fill<Rows>(input + first * columns, begin, end);
+        });
+        in_panels(height, [&](int64_t begin, int64_t end) {
+          multiply(weight, tokens, bias, y + first * rows_, rows_, begin, end);
+        });
+      }
+    });
+  }
+#endif
+
+  // Runs `part(begin, end)` for all rows, in panels of `height`.
+  template <typename Part>
+  void in_panels(int64_t height, const Part& part) const {
+    const int64_t panels = (rows_ + height - 1) / height;
+    mrp::in_parallel(panels, grain() / height + 1, [&](int64_t begin, int64_t end) {
+      part(begin * height, std::min(end * height, rows_));
+    });
   }
 
   int64_t grain() const {
@@ -247,7 +274,13 @@ template <typename T>
 Tensor coded_linear(
     const Product& product, const mrp::Coded<T>& weight, bool eight_bits, Way way) {
   if (eight_bits) {
-    return product.by_integers(weight, integers_of(way));
+    const mrp::Integers integers = integers_of(way);
+#ifdef MRP_AVX512
+    if (integers == mrp::Integers::vnni && product.takes_tiles(way)) {
+      return product.by_integer_tiles(weight);
+    }
+#endif
+    return product.by_integers(weight, integers);
   }
   const auto decode = [&](int64_t r, T* dense) { mrp::decode_row(weight, r, dense); };
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -310,7 +343,8 @@ Tensor aligned(const Tensor& tensor) {
   return address % 16 ? torch::stable::clone(stored) : stored;
 }
 
-Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, const Bias& bias) {
+Tensor of_eight(
+    const Tensor& x, const Tensor& numbers, const Tensor& scales, const Bias& bias, Way way) {
   mrp::check(
       numbers.dim() == 2 && numbers.scalar_type() == ScalarType::Char && scales.dim() == 1 &&
           scales.size(0) == numbers.size(0),
@@ -318,11 +352,10 @@ Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, con
   const int64_t rows = numbers.size(0), columns = numbers.size(1);
   const Product product(x, scales.scalar_type(), bias, rows, columns);
 #ifdef MRP_AVX512
-  if (x.scalar_type() == ScalarType::BFloat16 && mrp::has_avx512() &&
-      !product.takes_tiles()) {
+  if (x.scalar_type() == ScalarType::BFloat16 && way != Way::portable && mrp::has_avx512()) {
     const Tensor stored = mrp::contiguous(numbers), factors = mrp::contiguous(scales);
-    return product.by_vectors(
-        mrp::ByteRows{data_of<int8_t>(stored), data_of<BFloat16>(factors), columns});
+    return product.by_avx512(
+        mrp::ByteRows{data_of<int8_t>(stored), data_of<BFloat16>(factors), columns}, way);
   }
 #endif
   if (x.scalar_type() == ScalarType::Double || columns % 16) {
@@ -357,6 +390,10 @@ Tensor linear24(
   return of_four(x, values, meta, bias, Way::best);
 }
 
+Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, const Bias& bias) {
+  return of_eight(x, numbers, scales, bias, Way::best);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(mrp_lightning, CPU, library) {
@@ -366,7 +403,7 @@ STABLE_TORCH_LIBRARY_IMPL(mrp_lightning, CPU, library) {
   library.impl("linear8", TORCH_BOX(&linear8));
 }
 
-// For tests: the same, with the choice of the way, by its number.
+// For tests and benchmarks: the same, with the choice of the way, by its number.
 namespace {
 
 Tensor test_bitmask(
@@ -386,6 +423,11 @@ Tensor test_24(
   return of_four(x, values, meta, bias, Way(way));
 }
 
+Tensor test_8(
+    const Tensor& x, const Tensor& numbers, const Tensor& scales, const Bias& bias, int64_t way) {
+  return of_eight(x, numbers, scales, bias, Way(way));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(mrp_lightning_cpu, library) {
@@ -396,10 +438,12 @@ STABLE_TORCH_LIBRARY(mrp_lightning_cpu, library) {
       "linear_bitmask4(Tensor x, Tensor nibbles, Tensor bits, Tensor scales, Tensor offsets,"
       " Tensor? bias, bool eight_bits, int way) -> Tensor");
   library.def("linear24(Tensor x, Tensor values, Tensor meta, Tensor? bias, int way) -> Tensor");
+  library.def("linear8(Tensor x, Tensor numbers, Tensor scales, Tensor? bias, int way) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mrp_lightning_cpu, CPU, library) {
   library.impl("linear_bitmask", TORCH_BOX(&test_bitmask));
   library.impl("linear_bitmask4", TORCH_BOX(&test_bitmask4));
   library.impl("linear24", TORCH_BOX(&test_24));
+  library.impl("linear8", TORCH_BOX(&test_8));
 }

@@ -20,7 +20,6 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define MRP_AVX512 \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi2,avx512bf16,popcnt")))
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -216,8 +215,8 @@ Ahead places_ahead(const Packed<T>& weight, int64_t begin, int64_t end, int64_t 
       weight.places + begin * weight.row_bytes, weight.places + end * weight.row_bytes, strides);
 }
 
-// The rows of a packed weight, for the kernels of `few_tokens.h` and `panels.h`, which decode them 64
-// columns at a time into two registers, and take the tokens as `arrange` orders them.
+// The rows of a packed weight, for the kernels of `few_tokens.h`, `panels.h` and `tile_panels.h`, which decode
+// them 64 columns at a time into two registers, and take the tokens as `arrange` orders them.
 template <typename Decode>
 struct PackedRows {
   const Packed<BFloat16>& weight;
@@ -251,7 +250,6 @@ struct PackedRows {
   }
 
   MRP_AVX512 static void arrange(__m512i (&)[2]) {}
-  MRP_AVX512 static void restore(__m512i (&)[2]) {}
 
   // The sums of rows from r on times what their values share.
   MRP_AVX512 __m512 scaled(__m512 sums, int64_t, uint32_t) const { return sums; }
@@ -265,27 +263,6 @@ struct PackedRows {
     return mrp::places_ahead(weight, begin, end, strides);
   }
 };
-
-// Writes row r to `dense` (columns).
-template <typename Rows>
-MRP_AVX512 void decode_vectors(const Rows& weight, int64_t r, BFloat16* dense) {
-  const int64_t columns = weight.columns(), whole = weight.whole(r) * WORD;
-  auto cursor = weight.cursor(r);
-  __m512i halves[2];
-  for (int64_t column = 0; column < columns; column += WORD) {
-    const int64_t width = std::min(columns - column, WORD);
-    if (column < whole) {
-      cursor.template next<false>(WORD, halves);
-    } else {
-      cursor.template next<true>(width, halves);
-    }
-    Rows::restore(halves);
-    _mm512_mask_storeu_epi16(dense + column, low_bits(std::min<int64_t>(width, 32)), halves[0]);
-    if (width > 32) {
-      _mm512_mask_storeu_epi16(dense + column + 32, low_bits(width - 32), halves[1]);
-    }
-  }
-}
 #endif
 
 // ---- What the processor has ----
@@ -295,25 +272,6 @@ inline bool has_avx512() {
   static const bool has = __builtin_cpu_supports("avx512vbmi2") &&
       __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl");
-  return has;
-#else
-  return false;
-#endif
-}
-
-// Whether torch's products of bfloat16 take tiles: the processor has them, and the system saves them.
-// Of a processor with AVX-512 alone, which has `xgetbv`.
-inline bool has_amx() {
-#ifdef MRP_AVX512
-  static const bool has = [] {
-    constexpr unsigned tiles_of_bfloat16 = 1 << 22 | 1 << 24, saved = 3 << 17;
-    unsigned a, b, c, d, low, high;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & tiles_of_bfloat16) {
-      return false;
-    }
-    asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (low & saved) == saved;
-  }();
   return has;
 #else
   return false;

@@ -1,4 +1,4 @@
-// Tokens in tiles, as `few_tokens.h` and `panels.h` multiply them.
+// Tokens in tiles, as `few_tokens.h` and `panels.h` multiply them. These are no tiles of AMX: see `tiles.h`.
 #pragma once
 
 #include "rows.h"
@@ -7,8 +7,9 @@ namespace mrp {
 
 #ifdef MRP_AVX512
 constexpr int64_t STEP = 32;  // columns of a register
-// Columns whose products have one sum: a tile's tokens should stay in the first cache. Every sum has
-// this order, whatever the number of tokens: a token's results do not depend on the others.
+// Columns whose products have one sum: a tile's tokens should stay in the first cache. Every sum of vectors
+// has this order, whatever the number of tokens: a token's results do not depend on the others. Those of
+// `tile_panels.h` have another.
 constexpr int64_t SPAN = 2048;
 
 struct alignas(64) Step {
@@ -17,6 +18,18 @@ struct alignas(64) Step {
 
 // Steps of so many columns: two for each 64 of them.
 inline int64_t steps_of(int64_t columns) { return (columns + WORD - 1) / WORD * (WORD / STEP); }
+
+// 64 columns of a token from `column` on, with zeros beyond the last, in the order in which rows are decoded.
+template <typename Rows>
+MRP_AVX512 inline void load_word(
+    const BFloat16* token, int64_t column, int64_t columns, __m512i (&halves)[2]) {
+  for (int64_t half = 0; half < 2; half++) {
+    const int64_t begins = column + half * STEP;
+    const int64_t width = std::clamp<int64_t>(columns - begins, 0, STEP);
+    halves[half] = _mm512_maskz_loadu_epi16(low_bits(width), token + begins);
+  }
+  Rows::arrange(halves);
+}
 
 // Tokens in tiles of nearly the same size, with zeros up to whole steps: of each step all tokens of the
 // tile, one after the other.
@@ -44,12 +57,7 @@ class TokenTiles {
         Step* to = memory_.get() + first(tile) * steps_ + i;
         for (int64_t column = 0; column < columns_; column += WORD, to += 2 * count) {
           __m512i halves[2];
-          for (int64_t half = 0; half < 2; half++) {
-            const int64_t begins = column + half * STEP;
-            const int64_t width = std::clamp<int64_t>(columns_ - begins, 0, STEP);
-            halves[half] = _mm512_maskz_loadu_epi16(low_bits(width), token + begins);
-          }
-          Rows::arrange(halves);
+          load_word<Rows>(token, column, columns_, halves);
           _mm512_store_si512(to, halves[0]);
           _mm512_store_si512(to + count, halves[1]);
         }
