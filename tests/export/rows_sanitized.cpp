@@ -1,12 +1,18 @@
 // `make sanitize` runs the kernels of packed rows under the address and undefined sanitizers, with
 // every buffer as large as its content and not a byte more, and compares with a plain loop. With a number
-// it runs them on damaged rows, too, for so many seconds.
+// it runs them on damaged rows, too, for so many seconds. Where there are no tiles, they are emulated.
 #include "byte_rows.h"
 #include "coded_rows.h"
 #include "few_tokens.h"
 #include "integers.h"
 #include "panels.h"
 #include "rows.h"
+#include "tile_integers.h"
+#include "tile_panels.h"
+
+#ifdef MRP_AVX512
+#include "emulated_tiles.h"
+#endif
 
 #include <chrono>
 #include <cmath>
@@ -38,7 +44,7 @@ Buffer<T> exactly(const std::vector<T>& content) {
   return buffer;
 }
 
-enum class Way { portable, few, panels };
+enum class Way { portable, few, panels, tiles };
 
 // Run a kernel on damaged rows: it may refuse them, and nothing else.
 template <typename Kernel>
@@ -54,7 +60,8 @@ void survive(const Kernel& kernel, int64_t& refused) {
 std::vector<Way> vector_ways(int64_t tokens) {
 #ifdef MRP_AVX512
   if (mrp::has_avx512()) {
-    return tokens <= mrp::FEW_TOKENS ? std::vector{Way::few, Way::panels} : std::vector{Way::panels};
+    const std::vector any{Way::panels, Way::tiles}, few{Way::few, Way::panels, Way::tiles};
+    return tokens <= mrp::FEW_TOKENS ? few : any;
   }
 #endif
   return {};
@@ -66,6 +73,11 @@ void multiply_by_vectors(
     Way way, const Rows& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias, BFloat16* y,
     int64_t rows) {
 #ifdef MRP_AVX512
+  if (way == Way::tiles) {
+    mrp::TurnedTokens turned(tokens, weight.columns());
+    turned.template fill<Rows>(x, 0, turned.tiles());
+    return mrp::multiply_tiles(weight, turned, bias, y, rows, 0, rows);
+  }
   const bool few = way == Way::few;
   mrp::TokenTiles tiles(tokens, weight.columns(), few ? mrp::FEW_TOKENS : mrp::TILE_TOKENS);
   tiles.template fill<Rows>(x, 0, tiles.tiles());
@@ -105,6 +117,16 @@ std::vector<std::pair<MultiplyCodes, bool>> kernels_of_codes(
     };
     kernels.emplace_back(multiply, true);
   }
+#ifdef MRP_AVX512
+  if (mrp::best_integers() == mrp::Integers::vnni) {
+    const auto multiply = [=](const mrp::Coded<BFloat16>& weight, const BFloat16* bias) {
+      mrp::RoundedTiles rounded(tokens, weight.groups());
+      rounded.fill(x, weight.columns, 0, rounded.tiles());
+      mrp::multiply_rounded_tiles(weight, rounded, bias, y, rows, 0, rows);
+    };
+    kernels.emplace_back(multiply, true);
+  }
+#endif
   return kernels;
 }
 
@@ -416,7 +438,7 @@ void fuzz(double seconds, std::mt19937& random) {
   const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   int64_t weights = 0, refused = 0;
   while (std::chrono::steady_clock::now() < limit) {
-    const int64_t rows = 1 + random() % 40, columns = 1 + random() % 400, tokens = 1 + random() % 14;
+    const int64_t rows = 1 + random() % 40, columns = 1 + random() % 400, tokens = 1 + random() % 20;
     const double kept = random() % 11 / 10.0;
     run_damaged<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random, refused);
     run_damaged_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random, refused);
@@ -430,24 +452,35 @@ void fuzz(double seconds, std::mt19937& random) {
 }  // namespace
 
 int main(int count, char** words) {
+#ifdef MRP_AVX512
+  if (!mrp::has_amx()) {
+    emulated_tiles::install();
+  }
+#endif
   std::mt19937 random(0);
   int64_t runs = 0;
+  const auto run_all = [&](int64_t rows, int64_t columns, int64_t tokens) {
+    run_bytes(rows, columns, tokens, random);
+    runs++;
+    for (double kept : {0.0, 0.1, 0.5, 0.9, 1.0}) {
+      run<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random);
+      run_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random);
+      runs += 2;
+    }
+    if (columns % 8 == 0) {
+      run<mrp::Nibbles>(draw(rows, columns, 0.5, true, random), rows, columns, tokens, random);
+      runs++;
+    }
+  };
   for (int64_t columns : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 160, 192, 255, 264, 520, 1000}) {
     for (int64_t rows : {1, 2, 21}) {
       for (int64_t tokens : {1, 2, 3, 4, 5, 6, 7, 13}) {
-        run_bytes(rows, columns, tokens, random);
-        runs++;
-        for (double kept : {0.0, 0.1, 0.5, 0.9, 1.0}) {
-          run<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random);
-          run_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random);
-          runs += 2;
-        }
-        if (columns % 8 == 0) {
-          run<mrp::Nibbles>(draw(rows, columns, 0.5, true, random), rows, columns, tokens, random);
-          runs++;
-        }
+        run_all(rows, columns, tokens);
       }
     }
+  }
+  for (int64_t columns : {100, 600}) {
+    run_all(70, columns, 40);
   }
   std::printf(
       "%ld weights, with%s AVX-512, and integers up to way %d: %d failures\n", long(runs),
@@ -455,5 +488,10 @@ int main(int count, char** words) {
   if (count > 1) {
     fuzz(std::atof(words[1]), random);
   }
+#ifdef MRP_AVX512
+  const auto emulated = long(emulated_tiles::instructions);
+  std::printf("Tiles: %ld instructions emulated\n", emulated);
+  expect(emulated_tiles::configurations == 0, "released tiles", 0, 0, 0);
+#endif
   return failures ? 1 : 0;
 }
