@@ -6,6 +6,7 @@ Dense is `torch.nn.functional.linear`; packed are weights with 50% zeros, the sa
 and these times activations that are rounded to 8 bits. Weights are random. Each contestant has
 copies that are larger than any cache, which are read in turn; contestants take turns, round after
 round. A time is the median of the rounds; above 1 is a product that is faster than the dense one.
+`--way` names the kernels of packed weights: a run for each compares tiles (AMX) with the others.
 """
 
 import argparse
@@ -13,18 +14,38 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import cpu
 import quantised
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from export import Bitmask4Linear
 from mrp_lightning.devices import machine
 from mrp_sparse.kernels import library
+from mrp_sparse.packed_linear import PackedLinear
 
 SHAPES = ("2048x2048", "8192x2048", "2048x8192", "896x4864")
 TOKENS = (1, 2, 3, 4, 8, 9, 16, 32, 64, 256)
 SIDES = (quantised.DENSE, "50%", "50% 4 bits", f"50% 4 bits{quantised.ROUNDED}")
+WAYS = {"best": 0, "vectors": 1, "portable": 2, "tiles": 3}
+"""`Way` in `mrp_sparse/kernels/cpu/operators.cpp`."""
+
+
+class OneWay(nn.Module):
+    """A packed layer of bits, without a bias, whose products are computed in a key of `WAYS`."""
+
+    def __init__(self, layer: PackedLinear, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = layer, WAYS[way]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., columns) to (..., rows)."""
+        layer = self.layer
+        rounds = [layer.eight_bit_activations] if isinstance(layer, Bitmask4Linear) else []
+        operator = getattr(torch.ops.mrp_lightning_cpu, layer.FORMAT.operator)
+        return operator(x, *layer.packed(), layer.offsets, None, *rounds, self.way)
 
 
 def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
@@ -34,6 +55,7 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
     for side in SIDES:
         linear = nn.Linear(columns, rows, bias=False, dtype=options.dtype).requires_grad_(False)
         layer = quantised.layer_of(linear, side).to(options.dtype)
+        layer = layer if side == quantised.DENSE else OneWay(layer, options.way)
         contestants.append(cpu.Copies(layer, options.cold_mib * 2**20))
     for tokens in options.tokens:
         x = torch.randn(tokens, columns).to(options.dtype)
@@ -51,6 +73,9 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
 def main() -> None:
     """Run the command line."""
     options = _parser().parse_args()
+    # Linux would kill the process at the first instruction.
+    if options.way == "tiles" and "amx_int8" not in Path("/proc/cpuinfo").read_text():
+        raise SystemExit("--way tiles needs a CPU with AMX, and /proc/cpuinfo names no amx_int8.")
     if not library.load():
         raise SystemExit("The kernels for packed weights are missing; the warning above says why.")
     write = sys.stdout.write
@@ -76,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     dtype = {"type": lambda name: getattr(torch, name), "default": torch.bfloat16}
     parser.add_argument("--dtype", **dtype, help="bfloat16 (default) or float32")
+    parser.add_argument("--way", choices=WAYS, default="best", help="kernels of packed weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold-mib", type=int, default=128, help="MiB of copies of a layer")
     return parser
