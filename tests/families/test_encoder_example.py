@@ -45,3 +45,13 @@ def test_a_sentence_encoder_is_pruned(tmp_path, monkeypatch):
     with torch.no_grad():
         ours = names["model"].predict_step(batch, 0)
     assert torch.allclose(ours.norm(dim=-1), torch.ones(8), atol=1e-5)
+
+
+def test_the_first_module_of_the_page_is_pruned_block_by_block(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    every = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
+    (code,) = (block for block in every if "class Regression" in block)
+    names: dict = {}
+    exec(code, names)
+    pruned = [row.name for row in names["prune"].report.layers]
+    assert pruned == [f"blocks.{k}.linear" for k in range(4)]  # and not the head
