@@ -375,8 +375,9 @@ class DampedHessian:
         if bool(self._dead.any()):
             matrix[self._dead] = 0
             matrix[:, self._dead] = 0
-            # Any positive number would do: dead inputs are coupled to no other.
-            matrix.diagonal()[self._dead] = self.damping_used or self._mean_diagonal
+            # Dead inputs are coupled to no other, so that any positive number would do. A large one
+            # would count the removal of their weights as loss, to which the gap is relative.
+            matrix.diagonal()[self._dead] = self.damping_used or _FIRST_RAISE * self._mean_diagonal
         return matrix
 
     def _factorise(self) -> tuple[Tensor, Tensor]:

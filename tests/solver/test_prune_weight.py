@@ -104,6 +104,19 @@ def test_damping_used_is_what_is_added_to_the_diagonal(problem, truth):
     assert solution.damping_used == pytest.approx(0.05 * float(live.mean()))
 
 
+@pytest.mark.parametrize("method", ["SM", "JM"])
+def test_dead_inputs_do_not_lower_the_gap_without_damping(problem, truth, method):
+    weight, inputs = problem(rows=8, columns=32)
+    inputs[:, ::3] = 0
+    hessian, live = truth.hessian_of(inputs), inputs.abs().sum(0) > 0
+    solution = prune_weight(weight, hessian.float(), sparsity=0.5, method=method, damping=0)
+    matrix, kept = hessian[live][:, live], solution.pruned[:, live]
+    best = truth.exact_optimum(weight[:, live], matrix, kept)
+    least = truth.loss(best, weight[:, live], matrix)
+    lost = truth.loss(solution.weight[:, live], weight[:, live], matrix)
+    assert (lost - least) / lost <= max(1e-6, solution.gap)
+
+
 @pytest.mark.parametrize("method", [*NAMED, "wanda+M", "magnitude+S"])
 def test_weights_of_dead_inputs_go_first_and_never_move(problem, truth, method):
     weight, inputs = problem(rows=8, columns=32)
