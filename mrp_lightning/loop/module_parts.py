@@ -155,6 +155,8 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
     )
     if streamed is not None:
         _check_streamed(streamed, plan)
+    if not any(plan.layers.values()):
+        settings.require_blocks()
     head = _head(module, plan, recipe.for_head.grid)
     # The blocks stay in the plan, since the head is calibrated by a walk over them.
     if recipe.is_of_head_alone:

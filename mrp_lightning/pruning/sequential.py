@@ -133,7 +133,6 @@ class _Steps:
         """
         job = self.job
         if not job.plan.blocks:
-            job.settings.require_blocks()
             return []
         self.walk = walk = choose_walk(
             self._forward,

@@ -168,7 +168,7 @@ class Settings(PruningArguments):
             )
 
     def require_blocks(self) -> None:
-        """Raise a `TargetError` for settings that need blocks; called if the model has none."""
+        """Raise a `TargetError` for settings of blocks; called if no layer to prune is in one."""
         needing = {
             "allocation": self.allocation != "uniform",
             "balance": self.balance,
@@ -177,8 +177,8 @@ class Settings(PruningArguments):
         named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
         if named:
             raise TargetError(
-                f"{' and '.join(named)} work on repeated blocks, and none were found in this "
-                "model. Name them in `blocks`, or leave this out."
+                f"{' and '.join(named)}: this is for layers in repeated blocks, and none of the "
+                "layers to prune is in one. Name lists of blocks in `blocks`, or leave this out."
             )
 
     # Readers of a report need no defaults of the version that wrote it: all settings are in it.

@@ -383,3 +383,30 @@ def test_damping_that_had_to_be_raised_is_reported(llama, quiet):
     prune = MRPCallback(pattern="2:4", damping=0.01)
     Trainer(**quiet).predict(CausalLM(llama()), DataLoader(few), callbacks=[prune])
     assert not any(row.to_dict().get("raised_damping") for row in prune.report.layers)
+
+
+@pytest.mark.parametrize("options", [{"allocation": "output"}, {"tuning": True}])
+def test_what_works_on_blocks_is_refused_for_layers_outside_of_them(llama, quiet, options):
+    model = llama(tie_word_embeddings=False)
+
+    def no_batch():
+        raise AssertionError("the data was read before the refusal")
+        yield
+
+    for each, target in ((model, "lm_head"), (nn.Sequential(nn.Linear(8, 8)), None)):
+        prune = MRPCallback(sparsity=0.5, targets=target, **options)
+        (name,) = options
+        with pytest.raises(TargetError, match=f"`{name}`: this is for layers in repeated blocks"):
+            Trainer(**quiet).predict(each, no_batch(), callbacks=[prune])
+
+
+def test_token_ids_that_are_no_whole_numbers_are_refused_as_such(llama, quiet):
+    batches = DataLoader([{"input_ids": torch.rand(8)}], batch_size=1)
+    with pytest.raises(TypeError, match=r"int64 tensor .*token ids torch.float32"):
+        Trainer(**quiet).predict(llama(), batches, callbacks=[MRPCallback(sparsity=0.5)])
+
+
+def test_inputs_that_no_causal_model_reads_are_refused_with_a_way_that_helps(llama, quiet):
+    batches = DataLoader([{"inputs_embeds": torch.randn(8, 32)}], batch_size=1)
+    with pytest.raises(DataError, match=r"`inputs_embeds` .* Give your own LightningModule"):
+        Trainer(**quiet).predict(llama(), batches, callbacks=[MRPCallback(sparsity=0.5)])

@@ -318,13 +318,8 @@ def test_blocks_that_are_alike_share_alike():
     assert ratios == pytest.approx({"a": 0.7, "b": 0.7}, abs=1e-12)
 
 
-def test_what_it_is_not_for_is_refused(batches):
+def test_what_it_is_not_for_is_refused():
     with pytest.raises(OptionError, match="uniform, output; got 'owl'"):
         Settings(method="SM", sparsity=0.7, allocation="owl")
     with pytest.raises(OptionError, match="`allocation: output` .* the pattern 2:4"):
         Settings(method="SM", pattern="2:4", allocation="output")
-    model = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(TargetError, match="`allocation` work on repeated blocks"):
-        prune_model(
-            model, [{"input": torch.randn(4, 8)}], pattern=None, sparsity=0.5, beyond=OUTPUT
-        )
