@@ -29,6 +29,8 @@ from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.other_names import predict_data
 
+_READ = {"input_ids", "attention_mask"}
+"""The entries of a batch that a CausalLM reads."""
 _FEW_WORDS = 8
 """The number of different tokens up to which a text counts as degenerate."""
 
@@ -105,13 +107,13 @@ def check_batch(module: LightningModule, batch: Any) -> None:
     Token ids and masks are checked for a module with exactly one Hugging Face model.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
-        parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
+        parameters = signature(module.model.forward).parameters.keys() - _READ
         values = {key: x for key, x in batch.items() if key in parameters and isinstance(x, Tensor)}
         if others := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
             raise DataError(
                 f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(others)} "
-                "of the batch would have no part in the calibration. Give the Hugging Face model "
-                "itself to `Trainer.predict`, or your own LightningModule that calls it."
+                "of the batch would have no part in the calibration. Give your own "
+                "LightningModule, whose `predict_step` calls the model with them."
             )
     models, ids = language_models(module), token_ids(batch)
     if len(models) != 1 or ids is None or not ids.numel():
