@@ -81,14 +81,18 @@ class HessianAccumulator(TokenSum):
                 token.
 
         Raises:
-            HessianError: The shape or dtype is wrong, the tensor is on the meta device, or values
-                are NaN, Inf or so large that their squares overflow float32. The accumulator is
-                unchanged then.
+            HessianError: The shape or dtype is wrong, the tensor is sparse or on the meta device,
+                or values are NaN, Inf or so large that their squares overflow float32. The
+                accumulator is unchanged then.
         """
         if x.ndim == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise HessianError(
                 f"{self._label}: expected floating-point inputs of shape (..., {self.columns}); "
                 f"got {tuple(x.shape)} of {x.dtype}."
+            )
+        if x.layout != torch.strided:
+            raise HessianError(
+                f"{self._label}: the inputs are {x.layout}. Make them dense, by `to_dense()`."
             )
         if x.is_meta:
             raise HessianError(

@@ -211,10 +211,11 @@ def require_in_range(weight: Tensor, label: str) -> None:
 def check_weight(weight: Tensor, inputs: InputHessian) -> None:
     """Check that a weight is a finite floating-point matrix that fits the Hessian of its inputs."""
     label = inputs.label
-    if weight.ndim != 2 or not weight.is_floating_point():
+    # Types of 8 bits are floating point, too, and have no arithmetic.
+    if weight.ndim != 2 or not weight.is_floating_point() or weight.itemsize < 2:
         raise TargetError(
-            f"{label}: expected a floating-point weight (rows, columns); got {tuple(weight.shape)} "
-            f"of {weight.dtype}."
+            f"{label}: expected a weight (rows, columns) in floating point of 16 bits or more; got "
+            f"{tuple(weight.shape)} of {weight.dtype}."
         )
     if weight.shape[1] != inputs.columns:
         raise HessianError(

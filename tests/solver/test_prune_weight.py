@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrp_lightning import prune_weight
+from mrp_lightning import HessianAccumulator, prune_weight
 from mrp_lightning.errors import HessianError, NumericalWarning, PatternError, TargetError
 from mrp_lightning.solver.arguments import MASK_NAMES, NAMED
 from mrp_lightning.solver.hessian import InputHessian
@@ -324,7 +324,7 @@ def test_columns_must_split_into_groups(problem, truth):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(4), r"expected a floating-point weight \(rows, columns\)"),
+        (torch.ones(4), r"expected a weight \(rows, columns\) in floating point"),
         (torch.ones(2, 4, dtype=torch.int8), "torch.int8"),
         (torch.full((2, 4), torch.nan), "NaN or Inf"),
     ],
@@ -408,3 +408,10 @@ def test_the_warning_names_losses_and_the_way_out():
 def test_other_methods_are_what_they_are_called(method):
     weight, hessian = with_copies(4)
     assert prune_weight(weight, hessian, sparsity=0.5, method=method).fallback_mask is None
+
+
+def test_tensors_without_arithmetic_are_refused():
+    with pytest.raises(TargetError, match=r"16 bits or more; got \(4, 4\) of torch.float8_e4m3fn"):
+        prune_weight(torch.eye(4).to(torch.float8_e4m3fn), torch.eye(4), sparsity=0.5)
+    with pytest.raises(HessianError, match="sparse_coo. Make them dense"):
+        HessianAccumulator(4).update(torch.eye(4).to_sparse())
