@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,11 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mrp_lightning.errors import counted
+from mrp_lightning.pruning.arguments import PruningArguments
 from mrp_lightning.records.report import PruningReport, is_of_vocabulary_alone
 from mrp_lightning.storage.files import save_ours
 
 NAME = "README.md"
-_RECIPE = (
-    *("method", "sparsity", "pattern", "bits", "block_size", "damping", "targets", "ignore"),
-    *("blocks", "skip_indivisible", "structure", "head_grid"),
-)
 _DIRECTORIES = re.compile(r"(?<![\w.:/])(?:/|~/|(?:\.\./)+)[^\s'\"=,]*/(?=[^\s'\"=,/])")
 """Matches the directories of paths in a command that start with `/`, `~` or `..`."""
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
@@ -285,17 +283,17 @@ def _calibration(data: Mapping[str, Any]) -> str:
 
 def _recipe(config: dict[str, Any]) -> list[str]:
     """Return the callback of the run as YAML; values are JSON, in which 2:4 is no number."""
-    arguments = {key: config.get(key) for key in _RECIPE}
-    if arguments["bits"] is not None:
-        # Without bits there are no groups, and a size of them would mean nothing.
-        arguments["group_size"] = config["group_size"]
-        arguments["grid"] = config.get("grid")
+    # The defaults are left out, but for those that decide most; a size of groups belongs to bits.
+    shown = {"method", "block_size", "damping"}
+    shown |= {"group_size"} if config.get("bits") is not None else set()
+    arguments = {
+        field.name: config[field.name]
+        for field in fields(PruningArguments)
+        if field.name in config
+        and (field.name in shown or config[field.name] not in (None, field.default))
+    }
     return [
         "class_path: callbacks.PruningCallback",
         "init_args:",
-        *(
-            f"  {key}: {json.dumps(value)}"
-            for key, value in arguments.items()
-            if (value is not None and value is not False) or key == "block_size"
-        ),
+        *(f"  {key}: {json.dumps(value)}" for key, value in arguments.items()),
     ]

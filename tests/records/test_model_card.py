@@ -2,6 +2,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from mrp_lightning.callbacks import PruningCallback
+from mrp_lightning.pruning.arguments import BlockTuning
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import PruningReport
@@ -49,6 +51,25 @@ def test_it_names_base_model_data_recipe_and_command(report):
             "targets": ["up"],
         },
     }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"target": "dense", "tuning": BlockTuning(epochs=2), "sparsity": 0.7},
+        {"allocation": "output", "sparsity": 0.7},
+        {"grid": "int4-g64", "balance": True},
+        {"bits": 4, "pattern": "2:4", "group_size": 32},
+    ],
+)
+def test_its_recipe_has_every_argument_that_is_no_default(report, arguments):
+    prune = PruningCallback(method="JM", save_dir="somewhere", **arguments)
+    report.config = prune.settings.config()
+    recipe = yaml.safe_load(model_card(report, None).split("```yaml\n")[1].split("```")[0])
+    if tuning := recipe["init_args"].get("tuning"):  # as the command line reads it
+        recipe["init_args"]["tuning"] = BlockTuning(**tuning)
+    again = PruningCallback(**recipe["init_args"], save_dir="somewhere")
+    assert again.settings.config() == prune.settings.config()
 
 
 @pytest.mark.parametrize("sparsity", [None, 0.5])
