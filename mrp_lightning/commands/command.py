@@ -18,7 +18,7 @@ from mrp_lightning.environment import require_extra, without_noise
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.models.locations import find_gguf, require_model
 from mrp_lightning.storage.outputs import check_output_dir
-from mrp_lightning.text.documents import TABLES, divided, documents_of_files, expanded
+from mrp_lightning.text.documents import TABLES, divided, documents_of_files, expanded, paths_of
 from mrp_lightning.upstream.other_names import option_named, options_of
 
 _USER_ERRORS: tuple[Any, ...] = (
@@ -215,8 +215,7 @@ def check_text(files: Sequence[str] | None, column: str | None) -> None:
     """
     if not files or "-" in files:
         return
-    paths = [Path(name).expanduser() for name in files]
-    text_files = expanded({"train_files": paths})["train_files"]
+    text_files = expanded({"train_files": paths_of(files)})["train_files"]
     if any(file.suffix.lower() in TABLES for file in text_files):
         require_extra("data", "Reading tables")
         return  # a package reads them, and takes its time to load

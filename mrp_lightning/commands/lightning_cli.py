@@ -14,14 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.commands.parser import Parser, is_name, keys_given
-from mrp_lightning.data.data_module import TextDataModule, paths_of
+from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.storage.outputs import check_output_dir
-from mrp_lightning.text.documents import expanded
+from mrp_lightning.text.documents import expanded, paths_of
 from mrp_lightning.text.mixture import ONE_TEXT, exclusive_keys
 from mrp_lightning.upstream.other_names import spawns_workers, take_alone
 

@@ -142,6 +142,8 @@ def _first_checks(options: Namespace) -> None:
     """Raise for an option that names what is not there, before torch is loaded."""
     check_model(options.model, options.gguf_file)
     check_text(options.train_files, options.text_column)
+    if options.text_column is not None and not options.train_files:
+        raise OptionError("it is about the files of `--text`. Give them, too.", "text_column")
     if options.own is not None and not (options.train_files and 0 <= options.own < 1):
         raise OptionError(
             "expected a share of the text, from 0 to less than 1, beside the files of `--text` "

@@ -18,7 +18,7 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import load_tokenizer
-from mrp_lightning.text.documents import expanded
+from mrp_lightning.text.documents import expanded, paths_of
 from mrp_lightning.text.mixture import (
     SELF,
     Mixture,
@@ -133,7 +133,7 @@ class TextDataModule(LightningDataModule):
         # All arguments are checked here, before a model is loaded.
         if bos not in (None, "text", "window"):
             raise OptionError(f"expected text or window. Got {bos!r}.", "bos")
-        least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1)}
+        least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
         if sequence_length is not None:
             least["sequence_length"] = sequence_length, 2  # a window of one token predicts nothing
         if mistakes := [
@@ -413,9 +413,3 @@ def _joined(message: dict[str, Any]) -> Any:
             "template takes text alone. Leave these parts out."
         )
     return "\n".join(part["text"] for part in content)
-
-
-def paths_of(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:
-    """Return the paths in `train_files` or `eval_files`: none, one or several."""
-    files = [files] if isinstance(files, str | os.PathLike) else files or []
-    return tuple(Path(file).expanduser() for file in files)

@@ -1,6 +1,7 @@
 """The documents in files: text, lines of .jsonl, and the rows of tables; without torch."""
 
 import json
+import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -160,6 +161,20 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         roles = [_ROLES.get(m["from"], m["from"]) for m in messages]
         return [{"role": r, "content": m["value"]} for r, m in zip(roles, messages, strict=True)]
     return []
+
+
+def paths_of(files: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None) -> list[Path]:
+    """Return the paths in `train_files` or `eval_files`: none, one or several.
+
+    An empty name, which as a path would be the working directory, raises a MissingFileError.
+    """
+    files = [files] if isinstance(files, str | os.PathLike) else files or []
+    if "" in files:
+        raise MissingFileError(
+            "the name of a text file is empty (''). Name a file or a directory; the working "
+            "directory is `.`."
+        )
+    return [Path(file).expanduser() for file in files]
 
 
 def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:

@@ -306,6 +306,8 @@ def test_messages_name_what_was_typed(tiny_llama, text, capsys):
         (["--text=few.txt"], "`--text`: the text has 5 bytes, of which a tenth is held out"),
         (["--text-column=body", "--text=few.jsonl"], "`--text`: few.jsonl, line 1 is no object"),
         (["--num-samples=2", "--out=/", *asked], "`--out`"),
+        (["--text-column=body"], "`--text-column`: it is about the files of `--text`"),
+        (["--text="], "the name of a text file is empty"),
         (["--text=white.txt"], "`--text`: the text has 2 bytes"),
         (["--restrt"], "Did you mean `--restart`?"),
         (["--tokenizer=nowhere/at-all", *asked], "nowhere/at-all"),

@@ -125,6 +125,8 @@ def test_the_embedded_text_is_split_by_path():
             {"num_samples": 0, "batch_size": -1, "sequence_length": 1},
             r"num_samples` must be at least 1; got 0.*batch_size.*sequence_length` .* 2; got 1\.",
         ),
+        ({"seed": -1}, "`seed` must be at least 0"),  # Python draws as by 1
+        ({"train_files": ""}, "the name of a text file is empty"),
         ({"dataset": "a", "train_files": "b"}, "either `dataset` or `train_files`/`eval_files`"),
         (
             {"train_files": "gone/a.txt", "eval_files": ["gone/b.txt"]},
