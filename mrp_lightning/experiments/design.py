@@ -159,6 +159,9 @@ class Sweep:
                 yield f"{key} names no `method`; expected one, such as `method: SM`."
             for setting in {"sparsity", "pattern"} & recipe.keys():
                 yield f"{key} has `{setting}`, and `runs` gives the settings. Leave it out."
+        of_trials = {"data.seed", *(f"{CALLBACK}.{x}" for x in ("method", "pattern", "sparsity"))}
+        if taken := sorted(of_trials & self.vary.keys()):
+            yield f"`vary` has {', '.join(taken)}, which `runs` and `seeds` give. Leave it out."
         model = "{tiny: {options: {model.model: PATH}}}"
         for key, example in {"models": model, "out": "runs", "seeds": "[0]"}.items():
             if not getattr(self, key):

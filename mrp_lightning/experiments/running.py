@@ -31,7 +31,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.checkpoint import directory_of, weight_files
 from mrp_lightning.models.gguf import located
-from mrp_lightning.models.locations import find_gguf
+from mrp_lightning.models.locations import find_gguf, require_model
 from mrp_lightning.pruning.settings import BlockTuning
 from mrp_lightning.records.evaluation import NAME, read, record
 from mrp_lightning.records.report import NAME as REPORT
@@ -153,6 +153,8 @@ def _check_inputs_and_outputs(sweep: Sweep, waiting: Sequence[Trial]) -> None:
             raise OptionError(
                 "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
             )
+        if isinstance(config.model.model, str):
+            require_model(config.model.model)
         data = TextDataModule(**config.data.as_dict())  # refuses missing files
         data.local_files("test")
         if trial.method is not None:

@@ -45,6 +45,8 @@ def test_tables_of_others_are_refused_before_any_run(here, capsys):
         ('--models={"a": {"options": {"model.modl": "x"}}}', "modl"),
         ('--vary={"trainer.callbacks.init_args.damping": [-1]}', "`damping` must be a finite num"),
         ('--vary={"data.num_samples": ["many"]}', "many"),
+        ('--vary={"data.seed": [1]}', "`vary` has data.seed, which"),
+        ('--models={"a": {"options": {"model.model": "./gone"}}}', "no directory ./gone"),
     ],
 )
 def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys):

@@ -235,8 +235,8 @@ def test_a_plain_value_is_the_name_of_its_directory():
 
 
 def test_options_that_end_alike_are_not_mixed():
-    with pytest.raises(OptionError, match="end alike.*seed=1"):
-        sweep(vary={"data.seed": [1], "model.seed": [1]})
+    with pytest.raises(OptionError, match="end alike.*batch_size=1"):
+        sweep(vary={"data.batch_size": [1], "model.batch_size": [1]})
 
 
 def test_a_run_of_the_head_alone_removes_nothing():
