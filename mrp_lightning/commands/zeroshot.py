@@ -70,8 +70,8 @@ def load_tasks(
     Raises:
         DependencyError: lm-eval is not installed.
         MissingFileError: `include_path` is no directory.
-        OptionError: A name matches no task; the nearest names are listed. Or a task has too few
-            samples for `num_fewshot`.
+        OptionError: A name matches no task; the nearest names are listed. Or its YAML file is
+            wrong, or it has too few samples for `num_fewshot`.
         DataError: Data sets cannot be read; the message lists all of them.
     """
     with extra("zeroshot", "Running zero-shot tasks"):
@@ -106,6 +106,12 @@ def load_tasks(
             data = (manager.task_index[name].cfg or {}).get("dataset_path")
             missing.append(f"{name} (dataset {data}: {error})")
             continue
+        except Exception as error:  # of many types: an unknown column or metric of a YAML file
+            raise OptionError(
+                f"lm-eval cannot make {name} of its YAML file: {type(error).__name__}: {error}. "
+                "Correct that file.",
+                "tasks",
+            ) from error
         tasks |= content["tasks"]
         # A group stays whole, so that lm-eval aggregates its members as the group asks for.
         group = content["groups"].get(name)

@@ -123,6 +123,23 @@ def test_more_examples_than_there_are_are_refused_before_the_model_is_loaded(own
     assert "`--num-fewshot`: got 500, and last_word has no more samples" in error
 
 
+@pytest.mark.parametrize(
+    ("text", "metric", "message"),
+    [("{{words}}", "acc", "'words' is undefined"), ("{{text}}", "accurracy", "KeyError")],
+)
+def test_a_wrong_task_is_named_before_the_model_is_loaded(text, metric, message, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"text": "a b"}\n')
+    (tmp_path / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\n"
+        f'output_type: loglikelihood\ntest_split: test\ndoc_to_text: "{text}"\n'
+        f"doc_to_target: b\nmetric_list: [{{metric: {metric}}}]\n"
+    )
+    error = failure(capsys, f"--model={STDLIB_LLAMA}", f"--include-path={tmp_path}", "--tasks=mine")
+    assert "`--tasks`: lm-eval cannot make mine of its YAML file" in error
+    assert message in error
+
+
 def test_all_missing_data_is_named(tmp_path, capsys):
     for name in ("first", "second"):
         data = f"dataset_path: nobody/{name}\n"
