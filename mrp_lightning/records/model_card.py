@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,16 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mrp_lightning.errors import counted
-from mrp_lightning.pruning.arguments import PruningArguments
 from mrp_lightning.records.report import PruningReport, is_of_vocabulary_alone
 from mrp_lightning.storage.files import save_ours
 
 NAME = "README.md"
+_RECIPE = (
+    *("method", "sparsity", "pattern", "bits", "grid", "head_grid", "block_size", "damping"),
+    *("tolerance", "target", "allocation", "tuning", "balance", "structure"),
+    *("targets", "ignore", "blocks", "skip_indivisible"),
+)
+_DEFAULTS = {"target": "own", "allocation": "uniform"}
 _DIRECTORIES = re.compile(r"(?<![\w.:/])(?:/|~/|(?:\.\./)+)[^\s'\"=,]*/(?=[^\s'\"=,/])")
 """Matches the directories of paths in a command that start with `/`, `~` or `..`."""
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
@@ -283,17 +287,17 @@ def _calibration(data: Mapping[str, Any]) -> str:
 
 def _recipe(config: dict[str, Any]) -> list[str]:
     """Return the callback of the run as YAML; values are JSON, in which 2:4 is no number."""
-    # The defaults are left out, but for those that decide most; a size of groups belongs to bits.
-    shown = {"method", "block_size", "damping"}
-    shown |= {"group_size"} if config.get("bits") is not None else set()
-    arguments = {
-        field.name: config[field.name]
-        for field in fields(PruningArguments)
-        if field.name in config
-        and (field.name in shown or config[field.name] not in (None, field.default))
-    }
+    arguments = {key: config.get(key) for key in _RECIPE}
+    if arguments["bits"] is not None:
+        # Without bits there are no groups, and a size of them would mean nothing.
+        arguments["group_size"] = config["group_size"]
     return [
         "class_path: callbacks.PruningCallback",
         "init_args:",
-        *(f"  {key}: {json.dumps(value)}" for key, value in arguments.items()),
+        *(
+            f"  {key}: {json.dumps(value)}"
+            for key, value in arguments.items()
+            if (value is not None and value is not False and value != _DEFAULTS.get(key))
+            or key == "block_size"
+        ),
     ]

@@ -57,7 +57,7 @@ def test_it_names_base_model_data_recipe_and_command(report):
     "arguments",
     [
         {"target": "dense", "tuning": BlockTuning(epochs=2), "sparsity": 0.7},
-        {"allocation": "output", "sparsity": 0.7},
+        {"allocation": "output", "sparsity": 0.7, "damping": 0.0},
         {"grid": "int4-g64", "balance": True},
         {"bits": 4, "pattern": "2:4", "group_size": 32},
     ],
