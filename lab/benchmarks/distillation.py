@@ -1,7 +1,7 @@
 r"""The loss that distillation wins back, at home and abroad, by the tokens it is trained on.
 
     python lab/benchmarks/distillation.py RUN MODEL --calibration C.txt --evaluation E.txt \
-        --tokens 200000 [--own 0.5] [--learning-rate 1.6e-3] [--batch-size 2] [--points 4] \
+        --tokens 200000 [--own 0.5] [--learning-rate RATE] [--batch-size 2] [--points 4] \
         [--precision bf16-mixed] [--name JM] [--table lab/results/distillation.csv]
 
 METHOD. RUN is a directory that `mrp-lightning prune MODEL` wrote. It is distilled against MODEL as
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--evaluation", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--own", type=float, default=0.5)
-    parser.add_argument("--learning-rate", type=float, default=1.6e-3)
+    parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--points", type=int, default=4)
     parser.add_argument("--name", required=True, help="names the start in the table")
@@ -146,7 +146,7 @@ def main() -> None:
             writer = csv.writer(file, lineterminator="\n")
             if is_new:
                 writer.writerow(COLUMNS)
-            row = name, options.name, options.own, options.learning_rate, options.batch_size
+            row = name, options.name, options.own, module.learning_rate, options.batch_size
             values = f"{home:.3f}", f"{abroad:.3f}", f"{seconds:.0f}"
             writer.writerow([*row, options.tokens, tokens, *values])
         print(tokens, *values, flush=True, file=sys.stderr)

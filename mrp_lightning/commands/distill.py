@@ -51,10 +51,9 @@ def main(args: list[str]) -> None:
         check_directory(options.run, "RUN")
         own_alone = options.train_files == [_OWN]
         check_text(None if own_alone else options.train_files, options.text_column)
-        if not 0 < options.learning_rate < math.inf:
-            raise OptionError(
-                f"expected a finite rate > 0. Got {options.learning_rate:g}.", "learning_rate"
-            )
+        rate = options.learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise OptionError(f"expected a finite rate > 0. Got {rate:g}.", "learning_rate")
         # Imported late, since help and mistakes need not wait for Lightning and transformers.
         from mrp_lightning.environment import quiet_lightning
         from mrp_lightning.signals import interruptible, unclaimed_signals
@@ -261,8 +260,9 @@ def _parser() -> CommandParser:
     option("--sequence-length", type=number_from(2), default=512, metavar="N", help=text)
     text = "windows a step (default: 2)"
     option("--batch-size", type=number, default=2, metavar="N", help=text)
-    text = "the peak rate, relative to the size of the weights (default: 1.6e-3)"
-    option("--learning-rate", type=float, default=1.6e-3, metavar="RATE", help=text)
+    text = "the peak rate, relative to the size of the weights (default: 1.6e-3, and 8e-4 for a "
+    text += "model of 300 million weights or more)"
+    option("--learning-rate", type=float, metavar="RATE", help=text)
     option("--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows")
     text = "the type of the weights in training: float32 (default), or bfloat16 for less memory"
     option("--dtype", default="float32", choices=["float32", "bfloat16"], help=text)

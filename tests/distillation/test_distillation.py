@@ -61,6 +61,14 @@ def loader(windows, batch_size=4):
     return DataLoader(windows, batch_size=batch_size)
 
 
+def test_large_students_have_a_lower_rate(pair, monkeypatch):
+    assert Distillation(*pair).learning_rate == 1.6e-3
+    monkeypatch.setattr("mrp_lightning.distillation.module._LARGE", 1000)
+    module = Distillation(*pair)
+    assert module.learning_rate == module.hparams["learning_rate"] == 8e-4
+    assert Distillation(*pair, learning_rate=1e-2).learning_rate == 1e-2
+
+
 def test_the_divergence_halves_and_zeros_stay(windows):
     student, dense = pair_of(STDLIB_LLAMA, windows)
     zeros = {layer.name: layer.weight == 0 for layer in pruned_layers(student.model)}
