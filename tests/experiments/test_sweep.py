@@ -149,15 +149,15 @@ def test_a_run_that_fails_costs_no_other(finished, capsys):
 
 def test_a_model_that_cannot_be_had_is_named_once(here, capsys):
     content = yaml.safe_load(Path("sweep.yaml").read_text())
-    names = ("someone/something", "./absent")
+    names = ("someone/something", "someone/other")
     content["models"] = {name: {"options": {"model.model": name}} for name in names}
     Path("sweep.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(SystemExit) as stop:
         run_sweep("--only=*/2of4-SM-*-seed0")
     assert stop.value.code == 1
     shown = capsys.readouterr().err
-    assert shown.count("`model`: there is no directory ./absent") == 1
-    assert shown.count("someone/something is neither a complete local") == 1
+    for name in names:
+        assert shown.count(f"{name} is neither a complete local") == 1
 
 
 def test_any_kind_of_value_is_varied(finished):
