@@ -20,7 +20,7 @@ inline int32_t two_corrections(const RoundedGroup& x) {
   return corrections;
 }
 
-// What a nibble stands for, without a sign.
+// The codes of nibbles, 8 too large and so without a sign.
 alignas(16) constexpr uint8_t SHIFTED_CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 16};
 
 // ---- With AVX2 ----

@@ -40,7 +40,7 @@ const T* data_of(const Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
 }
 
-// What all products have in common: tokens of `columns` with the rows of a packed weight.
+// A product of tokens of `columns` with the rows of a packed weight.
 class Product {
  public:
   Product(const Tensor& x, ScalarType dtype, const Bias& bias, int64_t rows, int64_t columns)
@@ -63,7 +63,7 @@ class Product {
     }
   }
 
-  // What `multiply(bias, y, rows, begin, end)` writes into y.
+  // The product whose rows `multiply(bias, y, rows, begin, end)` writes into y.
   template <typename Multiply>
   Tensor by_rows(const Multiply& multiply) const {
     return filled<BFloat16>([&](const BFloat16* bias, BFloat16* y) {
@@ -170,7 +170,7 @@ class Product {
   }
 
 #ifdef MRP_AVX512
-  // What `multiply` computes of panels of `height` rows, with tokens in the tiles that `tiles_of(count)` has.
+  // The product that `multiply` computes in panels of `height` rows, of tokens in the tiles of `tiles_of(count)`.
   template <typename Rows, typename Multiply, typename TilesOf>
   Tensor by_tokens(
       const Rows& weight, int64_t height, const Multiply& multiply, const TilesOf& tiles_of) const {

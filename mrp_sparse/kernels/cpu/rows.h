@@ -73,7 +73,7 @@ struct Nibbles {
   }
 };
 
-// What eight nibbles from `first` on become, a byte each.
+// The decoded values of eight nibbles from `first` on, a byte each.
 constexpr int64_t decoded(int first) {
   uint64_t bytes = 0;
   for (int i = 0; i < 8; i++) {

@@ -14,7 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Those of `rows.h` and `integer_panels.h`, so that functions for either are inlined. Each processor with
+// The instructions of `rows.h` and `integer_panels.h`, so that functions for either are inlined. Each processor with
 // AMX has them.
 #define MRP_TILES                                                                              \
   __attribute__((target(                                                                       \

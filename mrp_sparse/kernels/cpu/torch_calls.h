@@ -1,4 +1,4 @@
-// What the operators ask of torch, through its stable interface alone: one library runs with every
+// The calls of torch by the operators, through its stable interface alone: one library runs with every
 // torch from 2.11 on, whatever C++ library torch was built with.
 #pragma once
 
