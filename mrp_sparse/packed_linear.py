@@ -66,7 +66,7 @@ def _in_source(kind: type, pattern: str) -> frozenset[str]:
     except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
         return frozenset()
     return frozenset(
-        name for found in re.finditer(pattern, source) for name in found.groups() if name
+        name for match in re.finditer(pattern, source) for name in match.groups() if name
     )
 
 

@@ -182,7 +182,7 @@ class Vocabulary:
                 yield model["unk_id"]
 
     def _with_parts(self, number: int, kept: set[int]) -> set[int]:
-        """Return a token, the parts that it is merged of, and theirs, without those in `kept`."""
+        """Return a token with all tokens that it is merged of, except those in `kept`."""
         more, waiting = set[int](), [number]
         while waiting:
             if (token := waiting.pop()) not in kept and token not in more:

@@ -61,7 +61,7 @@ class VocabularyCut:
 def keep_tokens(
     model: PreTrainedModel, tokenizer: Any, size: int, documents: Sequence[str]
 ) -> VocabularyCut:
-    """Cut the vocabulary of a causal language model in place, by the tokens that a text needs.
+    """Keep only the tokens that a text needs in a causal language model, in place.
 
     All bytes, all added tokens and all that the configuration names stay, then those that the text
     has most often, each with the parts that it is merged of. Tokens of equal counts follow
@@ -246,7 +246,7 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
 def _cut_model(
     model: PreTrainedModel, kept: Tensor, number: Mapping[int, int], window: Tensor
 ) -> dict[str, float]:
-    """Cut a model in place, if its logits of kept tokens stay what they are.
+    """Cut embeddings and head in place, if the logits of kept tokens are unchanged.
 
     Args:
         model: The model.

@@ -194,6 +194,26 @@ void write_sums(
   add_bias(sums, tokens, bias, y, rows, height);
 }
 
+// Calls `use(r, height, panels, fetching)` for each block of the rows from `begin` to `end`: its first row, its
+// number of rows, its panels, and the next block to fetch meanwhile.
+template <typename T, typename Use>
+void for_each_block(const Coded<T>& weight, int64_t begin, int64_t end, const Use& use) {
+  const Packed<uint8_t> bytes = weight.bytes();
+  std::vector<Panel> panels;
+  for (int64_t r = begin; r < end; r += BLOCK_ROWS) {
+    const int64_t next = std::min(r + BLOCK_ROWS, end), after = std::min(next + BLOCK_ROWS, end);
+    panels.clear();
+    for (int64_t first = r; first < next; first += PANEL_ROWS) {
+      panels.emplace_back(bytes, first, end);
+    }
+    Fetching fetching;
+    if (next < end) {
+      fetching = {weight, next, after, weight.groups() * int64_t(panels.size())};
+    }
+    use(r, next - r, panels, fetching);
+  }
+}
+
 // y[t · rows + r] = x[t] · row r + bias[r] for all tokens t, and rows r from `begin` to `end`.
 template <typename T>
 void multiply_rounded(
@@ -204,19 +224,8 @@ void multiply_rounded(
   thread_local std::vector<float> kept_sums;
   kept_sums.resize(tokens * BLOCK_ROWS);
   auto* const sums = reinterpret_cast<Sums*>(kept_sums.data());
-  const Packed<uint8_t> bytes = weight.bytes();
   const int64_t groups = weight.groups();
-  std::vector<Panel> panels;
-  for (int64_t r = begin; r < end; r += BLOCK_ROWS) {
-    const int64_t next = std::min(r + BLOCK_ROWS, end), after = std::min(next + BLOCK_ROWS, end);
-    panels.clear();
-    for (int64_t first = r; first < next; first += PANEL_ROWS) {
-      panels.emplace_back(bytes, first, end);
-    }
-    Fetching fetching;
-    if (next < end) {
-      fetching = {weight, next, after, groups * int64_t(panels.size())};
-    }
+  for_each_block(weight, begin, end, [&](int64_t r, int64_t height, std::vector<Panel>& panels, Fetching& fetching) {
     std::fill_n(kept_sums.data(), tokens * BLOCK_ROWS, 0.0f);
     for (int64_t first = 0; first < groups; first += SPAN_GROUPS) {
       const int64_t span = std::min(SPAN_GROUPS, groups - first);
@@ -225,8 +234,8 @@ void multiply_rounded(
       }
       multiply_span(way, panels, fetching, decoded.data(), {x + first, groups, tokens, span}, sums);
     }
-    write_sums(way, sums, tokens, bias ? bias + r : nullptr, y + r, rows, next - r);
-  }
+    write_sums(way, sums, tokens, bias ? bias + r : nullptr, y + r, rows, height);
+  });
 }
 
 }  // namespace mrp

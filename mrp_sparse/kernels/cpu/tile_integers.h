@@ -158,19 +158,8 @@ void multiply_rounded_tiles(
   thread_local std::vector<SquareSums> sums;
   sums.resize(x.tiles() * BLOCK_PANELS);
   const Tiles tiles;
-  const Packed<uint8_t> bytes = weight.bytes();
   const int64_t groups = weight.groups();
-  std::vector<Panel> panels;
-  for (int64_t r = begin; r < end; r += BLOCK_ROWS) {
-    const int64_t next = std::min(r + BLOCK_ROWS, end), after = std::min(next + BLOCK_ROWS, end);
-    panels.clear();
-    for (int64_t first = r; first < next; first += PANEL_ROWS) {
-      panels.emplace_back(bytes, first, end);
-    }
-    Fetching fetching;
-    if (next < end) {
-      fetching = {weight, next, after, groups * int64_t(panels.size())};
-    }
+  for_each_block(weight, begin, end, [&](int64_t r, int64_t height, std::vector<Panel>& panels, Fetching& fetching) {
     std::fill(sums.begin(), sums.end(), SquareSums{});
     for (int64_t first = 0; first < groups; first += TILE_GROUPS) {
       const int64_t span = std::min(TILE_GROUPS, groups - first);
@@ -192,9 +181,9 @@ void multiply_rounded_tiles(
       }
       write_sums(
           Integers::vnni, tokens, x.size(square), bias ? bias + r : nullptr,
-          y + square * SIDE * rows + r, rows, next - r);
+          y + square * SIDE * rows + r, rows, height);
     }
-  }
+  });
 }
 
 }  // namespace mrp
