@@ -112,8 +112,16 @@ def _complete(options: Namespace) -> None:
 
 def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
     """Return the files of the option or, without it, of the pruning; `None` for own text alone."""
+    if options.train_files == [_OWN]:
+        if options.text_column is not None:
+            raise OptionError(
+                f"names a column of files, and `--text {_OWN}` reads none. Leave it out, or give "
+                "files.",
+                "text_column",
+            )
+        return None
     if options.train_files is not None:
-        return None if options.train_files == [_OWN] else options.train_files
+        return list(options.train_files)
     files: list[str] | None = data.get("files")
     gone = [file for file in files or [] if not Path(file).exists()]
     if gone:
