@@ -4,9 +4,11 @@
 #include "coded_rows.h"
 #include "tokens.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
+#include <functional>
 
 namespace emulated {
 
@@ -105,6 +107,34 @@ __m512i dot(__m512i sum, __m512i a, __m512i b) {
   });
 }
 
+// Of each 16 bytes the lanes of a, then those of b, as the nearest numbers of 16 bits.
+__m512i pack(__m512i a, __m512i b) {
+  const auto first = lanes<int32_t>(a), second = lanes<int32_t>(b);
+  return each<__m512i, int16_t>([&](size_t i) {
+    const int32_t wide = (i % 8 < 4 ? first : second)[i / 8 * 4 + i % 4];
+    return std::clamp(wide, -32768, 32767);
+  });
+}
+
+// The sums of two products of neighbours, in each lane.
+__m512i multiply_pairs(__m512i a, __m512i b) {
+  const auto first = lanes<int16_t>(a), second = lanes<int16_t>(b);
+  return each<__m512i, int32_t>([&](size_t i) {
+    return first[2 * i] * second[2 * i] + first[2 * i + 1] * second[2 * i + 1];
+  });
+}
+
+// The numbers of 16 bits that the mask names, of which alone memory is read.
+__m512i load_some(uint32_t mask, const void* from) {
+  return each<__m512i, int16_t>([&](size_t i) {
+    int16_t number = 0;
+    if (mask >> i & 1) {
+      std::memcpy(&number, static_cast<const char*>(from) + 2 * i, sizeof number);
+    }
+    return number;
+  });
+}
+
 __m512 multiply_add(__m512 a, __m512 b, __m512 c) {
   const auto first = lanes<float>(a), second = lanes<float>(b), third = lanes<float>(c);
   return each<__m512, float>([&](size_t i) { return std::fma(first[i], second[i], third[i]); });
@@ -127,12 +157,19 @@ __m512 multiply(__m512 a, __m512 b) {
 #define _mm512_setzero_si512() (emulated::each<__m512i, int32_t>([](size_t) { return 0; }))
 #define _mm512_setzero_ps() (emulated::each<__m512, float>([](size_t) { return 0; }))
 #define _mm512_set1_epi8(v) (emulated::each<__m512i, int8_t>([&](size_t) { return v; }))
+#define _mm512_set1_epi16(v) (emulated::each<__m512i, int16_t>([&](size_t) { return v; }))
 #define _mm512_set1_epi64(v) (emulated::each<__m512i, int64_t>([&](size_t) { return v; }))
 #define _mm512_set1_epi32(v) (emulated::each<__m512i, int32_t>([&](size_t) { return v; }))
 #define _mm512_set1_ps(v) (emulated::each<__m512, float>([&](size_t) { return v; }))
 #define _mm512_broadcast_i32x4(a) \
   (emulated::each<__m512i, int32_t>([v = a](size_t i) { return ((__v4si)v)[i % 4]; }))
 #define _mm512_add_epi32(a, b) (emulated::both<int32_t>(a, b, std::plus()))
+#define _mm512_and_si512(a, b) (emulated::both<uint32_t>(a, b, std::bit_and()))
+#define _mm512_slli_epi32(a, n) \
+  (emulated::each<__m512i, uint32_t>([v = emulated::lanes<uint32_t>(a)](size_t i) { return v[i] << n; }))
+#define _mm512_packs_epi32 emulated::pack
+#define _mm512_madd_epi16 emulated::multiply_pairs
+#define _mm512_maskz_loadu_epi16 emulated::load_some
 #define _mm512_sub_epi8(a, b) (emulated::both<int8_t>(a, b, std::minus()))
 #define _mm512_cvtepi32_ps(a) \
   (emulated::each<__m512, float>([v = emulated::lanes<int32_t>(a)](size_t i) { return v[i]; }))
@@ -154,13 +191,13 @@ __m512 multiply(__m512 a, __m512 b) {
 
 // y (tokens, rows) for x (tokens, columns), by the kernel with the number `way` of `Integers`, or by that of
 // tiles for the next number; false if the weight is damaged.
-extern "C" bool multiply(
-    int64_t way, const uint8_t* nibbles, int64_t bytes, const uint8_t* places, const float* scales,
-    const int64_t* offsets, const float* x, float* y, int64_t tokens, int64_t rows,
-    int64_t columns) {
-  const mrp::Coded<float> weight{
+template <typename T>
+bool multiply_by(
+    int64_t way, const uint8_t* nibbles, int64_t bytes, const uint8_t* places, const T* scales,
+    const int64_t* offsets, const T* x, T* y, int64_t tokens, int64_t rows, int64_t columns) {
+  const mrp::Coded<T> weight{
       nibbles, nibbles + bytes, places, (columns + 7) / 8, columns, scales, offsets};
-  const float* bias = nullptr;
+  const T* bias = nullptr;
   try {
     if (way > static_cast<int64_t>(mrp::Integers::vnni)) {
       mrp::RoundedTiles rounded(tokens, weight.groups());
@@ -178,4 +215,16 @@ extern "C" bool multiply(
   } catch (const std::runtime_error&) {
     return false;
   }
+}
+
+extern "C" bool multiply(
+    bool is_bfloat16, int64_t way, const uint8_t* nibbles, int64_t bytes, const uint8_t* places,
+    const void* scales, const int64_t* offsets, const void* x, void* y, int64_t tokens, int64_t rows,
+    int64_t columns) {
+  const auto by = [&]<typename T>(T) {
+    return multiply_by<T>(
+        way, nibbles, bytes, places, static_cast<const T*>(scales), offsets, static_cast<const T*>(x),
+        static_cast<T*>(y), tokens, rows, columns);
+  };
+  return is_bfloat16 ? by(mrp::BFloat16()) : by(0.0f);
 }

@@ -155,7 +155,7 @@ def test_tiny_and_huge_activations_are_rounded_like_others():
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory) -> Callable[..., Tensor | None]:
-    """A function that multiplies in float32 by the kernel of a number; `None` if it refuses."""
+    """A function that multiplies by the kernel of a number; `None` if it refuses."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if shutil.which("g++") is None or "avx2" not in flags:
         pytest.skip("needs g++, and a CPU with AVX2")
@@ -169,22 +169,24 @@ def emulated(tmp_path_factory) -> Callable[..., Tensor | None]:
 
     def run(way: int, x: Tensor, packed: tuple[Tensor, ...], offsets: Tensor) -> Tensor | None:
         nibbles, places, scales = packed
-        y = torch.empty(len(x), len(places))
+        y = torch.empty(len(x), len(places), dtype=x.dtype)
         sizes = len(x), len(places), x.shape[1]
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (nibbles, places, scales, offsets, x, y)]
         pointers.insert(1, ctypes.c_int64(nibbles.numel()))
-        done = kernel(ctypes.c_int64(way), *pointers, *map(ctypes.c_int64, sizes))
+        kind = ctypes.c_bool(x.dtype == torch.bfloat16)
+        done = kernel(kind, ctypes.c_int64(way), *pointers, *map(ctypes.c_int64, sizes))
         return y if done else None
 
     return run
 
 
 @pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [VNNI, TILES_OF_INTEGERS])
 @given(sizes, kept, seeds)
 @quick
-def test_avx512_gives_the_bits_of_the_portable_kernel(emulated, kernel, size, part, seed):
-    weight, x = weight_and_tokens(size, part, seed)
+def test_avx512_gives_the_bits_of_the_portable_kernel(emulated, kernel, dtype, size, part, seed):
+    weight, x = (tensor.to(dtype) for tensor in weight_and_tokens(size, part, seed))
     packed = bitmask4.pack(weight)
     offsets = bitmask4.row_offsets(packed[1])
     found = emulated(kernel, x, packed, offsets)

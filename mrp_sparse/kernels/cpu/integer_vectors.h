@@ -130,7 +130,7 @@ constexpr int VNNI_TOKENS = 6;
 constexpr int VNNI_FEW_TOKENS = 2;
 
 // Of two registers, what pairs of rows are made of in four stages: lanes of 32 bits, pairs of them, and
-// twice quarters of a register. A stage keeps both halves where rows are turned, or adds them.
+// twice quarters of a register.
 template <int stage>
 MRP_VNNI inline __m512i lower_half(__m512i a, __m512i b) {
   return stage == 0 ? _mm512_unpacklo_epi32(a, b)
@@ -168,22 +168,25 @@ MRP_VNNI inline void turn(__m512i (&rows)[16]) {
   }
 }
 
-template <int stage>
-MRP_VNNI inline void add_stage(__m512i (&rows)[16]) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8 >> stage; i++) {
-    const __m512i first = rows[2 * i], second = rows[2 * i + 1];
-    rows[i] = _mm512_add_epi32(lower_half<stage>(first, second), upper_half<stage>(first, second));
-  }
+// Lanes of 32 bits whose values fit into 16, added in pairs: of each 128 bits two of `a`, then two of `b`.
+MRP_VNNI inline __m512i add_pairs(__m512i a, __m512i b) {
+  return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1));
 }
 
-// Lane i is the sum of the lanes of row i.
-MRP_VNNI inline __m512i add_lanes(__m512i (&rows)[16]) {
-  add_stage<0>(rows);
-  add_stage<1>(rows);
-  add_stage<2>(rows);
-  add_stage<3>(rows);
-  return rows[0];
+MRP_VNNI inline __m512i add_quarters(__m512i a, __m512i b) {
+  return _mm512_add_epi32(lower_half<2>(a, b), upper_half<2>(a, b));
+}
+
+// Lane i is the sum of the lanes of row i, which have products of four codes and numbers: at most
+// 4 · 16 · 127, so that the sums of four lanes fit into 16 bits.
+MRP_VNNI inline __m512i add_lanes(const __m512i (&rows)[16]) {
+  __m512i fours[4];  // in each 128 bits the sums of four rows
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512i* row = rows + 4 * i;
+    fours[i] = add_pairs(add_pairs(row[0], row[1]), add_pairs(row[2], row[3]));
+  }
+  return add_quarters(add_quarters(fours[0], fours[1]), add_quarters(fours[2], fours[3]));
 }
 
 // The codes of 64 columns from the nibbles of those that are kept.
@@ -199,22 +202,23 @@ MRP_VNNI inline __m512i spread_codes(uint64_t kept, const uint8_t* nibbles) {
   return _mm512_mask_expand_epi8(_mm512_set1_epi8(CODE_SHIFT), kept, codes);
 }
 
-// Each group of a panel, row by row: `use(group, rows)` with a register for each of the 16.
+// The first groups of a panel, which can be read without a look at where it ends.
+//
+// A function of its own, on a copy of `state`: beside other code the compiler would keep the pointers, two
+// for each row, in registers of vectors, and the state in memory.
 template <typename Use>
-MRP_VNNI void for_each_group(Panel& panel, int64_t groups, Fetching& next, const Use& use) {
-  int64_t whole = groups;
+[[gnu::noinline]] MRP_VNNI void for_whole_groups(
+    Panel& panel, int64_t groups, Fetching& next, Use& state) {
+  Use use = state;
   const uint8_t *places[PANEL_ROWS], *nibbles[PANEL_ROWS];
   for (int64_t i = 0; i < PANEL_ROWS; i++) {
-    const CodeCursor& cursor = panel.cursors[i];
-    whole = std::min(whole, cursor.whole());
-    places[i] = cursor.places;
-    nibbles[i] = cursor.v;
+    places[i] = panel.cursors[i].places;
+    nibbles[i] = panel.cursors[i].v;
   }
   Fetching fetching = next;  // in registers
-  __m512i spread[PANEL_ROWS];
-  int64_t group = 0;
-  for (; group < whole; group++) {
+  for (int64_t group = 0; group < groups; group++) {
     fetching.fetch();
+    __m512i spread[PANEL_ROWS];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < PANEL_ROWS; i++) {
       const uint64_t kept = load_places(places[i] + 8 * group);
@@ -223,11 +227,23 @@ MRP_VNNI void for_each_group(Panel& panel, int64_t groups, Fetching& next, const
     }
     use(group, spread);
   }
+  state = use;
   next = fetching;
   for (int64_t i = 0; i < PANEL_ROWS; i++) {
-    panel.cursors[i].skip(whole, nibbles[i]);
+    panel.cursors[i].skip(groups, nibbles[i]);
   }
+}
+
+// Each group of a panel, row by row: `use(group, rows)` with a register for each of the 16.
+template <typename Use>
+MRP_VNNI void for_each_group(Panel& panel, int64_t groups, Fetching& next, Use& use) {
+  int64_t group = groups;
+  for (const CodeCursor& cursor : panel.cursors) {
+    group = std::min(group, cursor.whole());
+  }
+  for_whole_groups(panel, group, next, use);
   for (; group < groups; group++) {
+    __m512i spread[PANEL_ROWS];
     for (int64_t i = 0; i < PANEL_ROWS; i++) {
       uint8_t buffer[GROUP / 2];
       const uint8_t* some;
@@ -238,15 +254,23 @@ MRP_VNNI void for_each_group(Panel& panel, int64_t groups, Fetching& next, const
   }
 }
 
-MRP_VNNI inline void decode_panel_vnni(
-    Panel& panel, int64_t groups, Fetching& next, CodedGroup* to) {
-  for_each_group(panel, groups, next, [&](int64_t group, __m512i (&spread)[PANEL_ROWS]) MRP_VNNI {
+// Writes the codes of the rows that it is called with, in steps of columns.
+struct TurnedCodes {
+  CodedGroup* to;
+
+  MRP_VNNI MRP_INLINE void operator()(int64_t group, __m512i (&spread)[PANEL_ROWS]) {
     turn(spread);
 #pragma GCC unroll 16
     for (int64_t step = 0; step < STEPS; step++) {
       _mm512_store_si512(to[group].codes[step], spread[step]);
     }
-  });
+  }
+};
+
+MRP_VNNI inline void decode_panel_vnni(
+    Panel& panel, int64_t groups, Fetching& next, CodedGroup* to) {
+  TurnedCodes codes{to};
+  for_each_group(panel, groups, next, codes);
 }
 
 // totals + the products of one group with its scales, of one token.
@@ -314,16 +338,14 @@ MRP_VNNI void multiply_panels_vnni(
   }
 }
 
-// The same for few tokens and one panel, with rows as they are decoded: of `scaled` the scales are read.
+// Adds the products of few tokens with the rows that it is called with; of `scaled` the scales are read.
 template <int Tokens>
-MRP_VNNI void multiply_decoded_vnni(
-    Panel& panel, Fetching& next, const CodedGroup* scaled, const RoundedTokens& x, int64_t row,
-    Sums* sums) {
-  __m512 totals[Tokens];
-  for (int t = 0; t < Tokens; t++) {
-    totals[t] = _mm512_loadu_ps(sums[t] + row);
-  }
-  for_each_group(panel, x.groups, next, [&](int64_t group, __m512i (&spread)[PANEL_ROWS]) MRP_VNNI {
+struct FewTotals {
+  const CodedGroup* scaled;
+  RoundedTokens x;
+  __m512 of_tokens[Tokens];
+
+  MRP_VNNI MRP_INLINE void operator()(int64_t group, __m512i (&spread)[PANEL_ROWS]) {
     const __m512 scales = _mm512_load_ps(scaled[group].scales);
 #pragma GCC unroll 2
     for (int t = 0; t < Tokens; t++) {
@@ -335,11 +357,23 @@ MRP_VNNI void multiply_decoded_vnni(
         products[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), spread[i], numbers);
       }
       const __m512i sum = _mm512_add_epi32(add_lanes(products), _mm512_set1_epi32(token.correction));
-      totals[t] = add_group(sum, scales, token, totals[t]);
+      of_tokens[t] = add_group(sum, scales, token, of_tokens[t]);
     }
-  });
+  }
+};
+
+// The same for few tokens and one panel, with rows as they are decoded.
+template <int Tokens>
+MRP_VNNI void multiply_decoded_vnni(
+    Panel& panel, Fetching& next, const CodedGroup* scaled, const RoundedTokens& x, int64_t row,
+    Sums* sums) {
+  FewTotals<Tokens> totals{scaled, x, {}};
   for (int t = 0; t < Tokens; t++) {
-    _mm512_storeu_ps(sums[t] + row, totals[t]);
+    totals.of_tokens[t] = _mm512_loadu_ps(sums[t] + row);
+  }
+  for_each_group(panel, x.groups, next, totals);
+  for (int t = 0; t < Tokens; t++) {
+    _mm512_storeu_ps(sums[t] + row, totals.of_tokens[t]);
   }
 }
 

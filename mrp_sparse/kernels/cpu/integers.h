@@ -96,6 +96,30 @@ MRP_INLINE void widen_scales(
 }
 
 #ifdef MRP_AVX512
+constexpr int64_t PAIRS_OF_GROUPS = 2 * PANEL_ROWS;
+
+// The scales of 32 groups in bfloat16, of which `width` are there: half as many registers have pairs of them.
+MRP_VNNI inline void copy_pairs_of_scales(
+    const Coded<BFloat16>& weight, int64_t r, int64_t end, int64_t group, int64_t width,
+    CodedGroup* to) {
+  const __mmask32 there = (uint64_t(1) << width) - 1;
+  __m512i pairs[PANEL_ROWS];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < PANEL_ROWS; i++) {
+    const BFloat16* row = weight.scales + std::min(r + i, end - 1) * weight.groups();
+    pairs[i] = _mm512_maskz_loadu_epi16(there, row + group);
+  }
+  turn(pairs);
+#pragma GCC unroll 16
+  for (int64_t pair = 0; pair < PANEL_ROWS; pair++) {
+    if (2 * pair < width) {  // there is room for an even number of groups
+      const __m512i odd = _mm512_and_si512(pairs[pair], _mm512_set1_epi32(-65536));
+      _mm512_store_si512(to[2 * pair].scales, _mm512_slli_epi32(pairs[pair], 16));
+      _mm512_store_si512(to[2 * pair + 1].scales, odd);
+    }
+  }
+}
+
 template <typename T>
 MRP_VNNI void copy_scales_vnni(
     const Coded<T>& weight, int64_t r, int64_t end, int64_t group, int64_t width, CodedGroup* to) {
@@ -121,6 +145,17 @@ template <typename T>
 void copy_scales(
     Integers way, const Coded<T>& weight, int64_t r, int64_t end, int64_t first, int64_t groups,
     CodedGroup* to) {
+#ifdef MRP_AVX512
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (way == Integers::vnni) {
+      for (int64_t group = 0; group < groups; group += PAIRS_OF_GROUPS, to += PAIRS_OF_GROUPS) {
+        const int64_t width = std::min(PAIRS_OF_GROUPS, groups - group);
+        copy_pairs_of_scales(weight, r, end, first + group, width, to);
+      }
+      return;
+    }
+  }
+#endif
   for (int64_t group = 0; group < groups; group += PANEL_ROWS, to += PANEL_ROWS) {
     const int64_t width = std::min(PANEL_ROWS, groups - group);
 #ifdef MRP_AVX512

@@ -186,18 +186,20 @@ class Ahead {
   Ahead() = default;
   Ahead(const void* begin, const void* end, int64_t strides)
       : at_(static_cast<const char*>(begin)),
+        until_(at_),
         stride_(std::max<int64_t>(static_cast<const char*>(end) - at_, 0) / strides) {}
 
   void fetch() {
-    for (int64_t byte = 0; byte < stride_; byte += LINE) {
-      _mm_prefetch(at_ + byte, _MM_HINT_T1);
+    until_ += stride_;
+    for (; at_ < until_; at_ += LINE) {
+      _mm_prefetch(at_, _MM_HINT_T1);
     }
-    at_ += stride_;
   }
 
  private:
   static constexpr int64_t LINE = 64;
   const char* at_ = nullptr;
+  const char* until_ = nullptr;
   int64_t stride_ = 0;
 };
 

@@ -77,14 +77,21 @@ class RoundedTiles {
 };
 
 // Codes as they are, row by row: tiles have signs for both factors.
-MRP_VNNI inline void decode_squares(Panel& panel, int64_t groups, Fetching& next, CodedSquares& to) {
-  for_each_group(panel, groups, next, [&](int64_t group, __m512i (&spread)[PANEL_ROWS]) MRP_VNNI {
+struct SquaresOfCodes {
+  CodedSquares* to;
+
+  MRP_VNNI MRP_INLINE void operator()(int64_t group, __m512i (&spread)[PANEL_ROWS]) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < PANEL_ROWS; i++) {
       const __m512i codes = _mm512_sub_epi8(spread[i], _mm512_set1_epi8(CODE_SHIFT));
-      _mm512_store_si512(to.codes[group][i], codes);
+      _mm512_store_si512(to->codes[group][i], codes);
     }
-  });
+  }
+};
+
+MRP_VNNI inline void decode_squares(Panel& panel, int64_t groups, Fetching& next, CodedSquares& to) {
+  SquaresOfCodes squares{&to};
+  for_each_group(panel, groups, next, squares);
 }
 
 template <typename T>
