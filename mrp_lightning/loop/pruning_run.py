@@ -253,11 +253,7 @@ class Run:
             with fail_together(processes):
                 warn_of_data(self._steps, plan, processes)
                 self._about = self._facts()
-                listener = PruningProgress(
-                    plan.steps,
-                    self.trainer.strategy.root_device,
-                    ProgressReporter(self.trainer),
-                )
+                listener = PruningProgress(plan.steps, ProgressReporter(self.trainer))
                 journal = self._journal()
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams({"prune": self._about["config"]})
