@@ -22,7 +22,7 @@ from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.text.sources import StandardLibrary
-from mrp_lightning.text.windows import SEPARATOR, Cutter
+from mrp_lightning.text.windows import Cutter
 from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.formats.packed_format import different_bits
 from mrp_sparse.formats.sparse24 import positive_zeros
@@ -46,8 +46,6 @@ _RANDOM = "random tokens, as the checkpoint has no tokenizer"
 MIN_TOKENS = 4096
 """The least number of predicted tokens."""
 _WINDOW = 512
-_CHARACTERS = 100
-"""More characters than tokens have on average: a longer text is not tokenized to its end."""
 
 
 @dataclass(frozen=True)
@@ -334,11 +332,7 @@ def text_windows(source: Checkpoint, model: PreTrainedModel) -> tuple[Tensor, st
         windows = torch.randint(vocabulary, (count, length), generator=generator)
         return windows, _RANDOM
     text = StandardLibrary()
-    documents, label = text.documents("test"), text.label("test")
-    # The text is cut before it is tokenized, whose time grows with its length.
-    beginning = SEPARATOR.join(documents)[: _CHARACTERS * count * length]
-    cutter = Cutter(tokenizer, length, text.bos).within(documents, label)
-    windows = cutter.consecutive(label, beginning, count).ids
+    windows = text.windows(Cutter(tokenizer, length, text.bos), "test", count).ids
     return windows, "Python's standard library (test split)"
 
 
