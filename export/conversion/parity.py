@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.selection import LayerChoice
@@ -20,6 +20,7 @@ from export.conversion.writing import HeadChoice
 from export.loading import load
 from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.models.checkpoint import longest_sequence
+from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.text.windows import Cutter
@@ -185,7 +186,7 @@ def check_parity(
         for error in parity.operators
         if not error.passes
     ]
-    if not parity.failures and model is not None and predicts_tokens(model):
+    if not parity.failures and model is not None and is_causal(model.config):
         windows, origin = text_windows(source, model)
         dense = source.load()
         # The rounding of the head is intended: it must not hide other differences.
@@ -445,9 +446,3 @@ def text_failures(text: TextParity) -> list[str]:
             f"a change of {_MAX_PERPLEXITY_CHANGE:.1%} or more"
         )
     return failures
-
-
-def predicts_tokens(model: PreTrainedModel) -> bool:
-    """Return whether transformers lists a model's class among those that predict the next token."""
-    kinds = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
-    return type(model) in (kinds if isinstance(kinds, tuple) else (kinds,))
