@@ -116,7 +116,6 @@ class Packed(Target[ExportReport]):
             job.source,
             form=self.form,
             skip=job.options.skip,
-            allow_partial=job.options.allow_partial,
             refuse=why_not,
         )
         # The head is written in 8 bits, hence is no packed layer, whatever else keeps it dense.
@@ -291,7 +290,6 @@ class CompressedTensors(Target[IntegerReport]):
         without_effect = {
             "--head-bits": options.head_bits == 8,
             "--activations": options.activations is not None,
-            "--allow-partial": options.allow_partial,
             "--device": options.device is not None,
         }
         if named := [f"`{name}`" for name, is_given in without_effect.items() if is_given]:

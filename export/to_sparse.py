@@ -81,8 +81,6 @@ def _parser() -> Any:
     option("--overwrite", action="store_true", help="replace what is in --out")
     text = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
     option("--skip", nargs="+", default=(), metavar="PATTERN", help=text)
-    text = "leave layers dense that were to be pruned and are not"
-    option("--allow-partial", action="store_true", help=text)
     text = "write nothing: check the source, and compare it with --out if that exists"
     option("--check-only", action="store_true", help=text)
     option("--device", help="where to compare (default: cuda if present)")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -66,28 +66,19 @@ class _Watch(MetaPathFinder):
         specs = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenFollower(spec.loader, self)
+            self._follow(spec.loader)
         return spec
 
+    def _follow(self, loader: Any) -> None:
+        """Let the loader of the watched module import the follower when it has executed it."""
+        execute = loader.exec_module
 
-class _ThenFollower(Loader):
-    """Loader that runs a module's own loader, then imports the module's follower."""
+        def execute_and_follow(module: ModuleType) -> None:
+            # The watch goes only after the success of both: a failed import leaves it for the next
+            # one, which would else succeed without the follower.
+            loader.exec_module = execute
+            execute(module)
+            import_module(self.follower)
+            sys.meta_path.remove(self)
 
-    def __init__(self, loader: Loader, watch: _Watch) -> None:
-        self.loader, self.watch = loader, watch
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module by its own loader."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module by its own loader, then import its follower."""
-        # 1. The module's own loader is restored, so that a reload does not come here.
-        # 2. The follower comes after the module, which it imports and which has to be complete.
-        # 3. The watch goes only after the success of both: a failed import leaves it for the next
-        #    one, which would else succeed without the follower.
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        import_module(self.watch.follower)
-        sys.meta_path.remove(self.watch)
+        loader.exec_module = execute_and_follow

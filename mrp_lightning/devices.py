@@ -129,11 +129,3 @@ def peak_rss() -> int | None:
 
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory in bytes: torch's on a GPU, else as `peak_rss`.
-
-    On a GPU it counts from the last reset of torch's peak, which pruning a layer begins with.
-    """
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()

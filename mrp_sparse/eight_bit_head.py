@@ -33,10 +33,6 @@ class EightBitLinear(PackedLinear):
         """Dtype of the scales, the bias and the activations."""
         return self.weight_scales.dtype
 
-    def extra_repr(self) -> str:
-        """Return the shape, as `nn.Linear` shows it, and the bits of a weight."""
-        return f"{super().extra_repr()}, bits=8"
-
 
 class EightBitTable(nn.Module):
     """Embeddings read from the rows of a head of 8 bits. The module has no tensors of its own.

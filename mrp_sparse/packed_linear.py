@@ -349,10 +349,6 @@ class Sparse24Linear(PackedLinear):
             self.derive()
         return self
 
-    def extra_repr(self) -> str:
-        """Return the shape, as `nn.Linear` shows it."""
-        return f"{super().extra_repr()}, 2:4"
-
 
 class BitmaskLinear(PackedLinear):
     """y = x Wᵀ + b with W of any pattern of zeros: one bit a weight, and the non-zero values.

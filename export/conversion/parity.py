@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.selection import LayerChoice
@@ -20,9 +20,10 @@ from export.conversion.writing import HeadChoice
 from export.loading import load
 from mrp_lightning.errors import FormatError, ParityError
 from mrp_lightning.models.checkpoint import longest_sequence
+from mrp_lightning.models.classes import is_causal
 from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.text.sources import StandardLibrary
-from mrp_lightning.text.windows import SEPARATOR, Cutter
+from mrp_lightning.text.windows import Cutter
 from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.formats.packed_format import different_bits
 from mrp_sparse.formats.sparse24 import positive_zeros
@@ -46,8 +47,6 @@ _RANDOM = "random tokens, as the checkpoint has no tokenizer"
 MIN_TOKENS = 4096
 """The least number of predicted tokens."""
 _WINDOW = 512
-_CHARACTERS = 100
-"""More characters than tokens have on average: a longer text is not tokenized to its end."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def check_parity(
         for error in parity.operators
         if not error.passes
     ]
-    if not parity.failures and model is not None and predicts_tokens(model):
+    if not parity.failures and model is not None and is_causal(model.config):
         windows, origin = text_windows(source, model)
         dense = source.load()
         # The rounding of the head is intended: it must not hide other differences.
@@ -334,11 +333,7 @@ def text_windows(source: Checkpoint, model: PreTrainedModel) -> tuple[Tensor, st
         windows = torch.randint(vocabulary, (count, length), generator=generator)
         return windows, _RANDOM
     text = StandardLibrary()
-    documents, label = text.documents("test"), text.label("test")
-    # The text is cut before it is tokenized, whose time grows with its length.
-    beginning = SEPARATOR.join(documents)[: _CHARACTERS * count * length]
-    cutter = Cutter(tokenizer, length, text.bos).within(documents, label)
-    windows = cutter.consecutive(label, beginning, count).ids
+    windows = text.windows(Cutter(tokenizer, length, text.bos), "test", count).ids
     return windows, "Python's standard library (test split)"
 
 
@@ -451,9 +446,3 @@ def text_failures(text: TextParity) -> list[str]:
             f"a change of {_MAX_PERPLEXITY_CHANGE:.1%} or more"
         )
     return failures
-
-
-def predicts_tokens(model: PreTrainedModel) -> bool:
-    """Return whether transformers lists a model's class among those that predict the next token."""
-    kinds = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
-    return type(model) in (kinds if isinstance(kinds, tuple) else (kinds,))

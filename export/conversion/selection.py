@@ -173,14 +173,11 @@ class LayerChoice:
         return tensor.T.contiguous() if self.transposed else tensor
 
 
-def _form_of(
-    choices: Sequence[LayerChoice], expected: set[str], allow_partial: bool
-) -> PackedFormat:
-    """Return 2:4 if all layers are 2:4 (with `allow_partial`, if any is), else the bitmask."""
+def _form_of(choices: Sequence[LayerChoice], expected: set[str]) -> PackedFormat:
+    """Return 2:4 if all layers are 2:4, else the bitmask."""
     # Only layers that were to be pruned decide. Others may fit 2:4 by chance, or not at all.
     wanted = [choice for choice in choices if choice.name in expected and choice.reason is None]
-    fits = [not choice.broken_groups for choice in wanted]
-    return SPARSE24 if all(fits) or (allow_partial and any(fits)) else BITMASK
+    return BITMASK if any(choice.broken_groups for choice in wanted) else SPARSE24
 
 
 def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
@@ -208,23 +205,17 @@ def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerCho
 
 
 def _refuse_misfits(
-    path: Path,
-    claims: Claims,
-    choices: list[LayerChoice],
-    expected: set[str],
-    allow_partial: bool,
+    path: Path, claims: Claims, choices: list[LayerChoice], expected: set[str]
 ) -> None:
     """Raise a `PatternError` if layers that should be pruned are not, or none is left to pack."""
     # Breaches come first: if the report contradicts the files, no advice on formats is right.
-    breaches = [choice for choice in choices if choice.breach is not None]
-    if breaches and not allow_partial:
+    if breaches := [choice for choice in choices if choice.breach is not None]:
         raise PatternError(
             f"{path} is not what its {NAME} says, in {len(breaches)} of {len(expected)} "
             "layers. Fetch or prune the model again. If the change is meant, leave these layers "
-            f"out with `--skip`, or dense with `--allow-partial`:\n{_listed(breaches)}"
+            f"out with `--skip`:\n{_listed(breaches)}"
         )
-    offending = [choice for choice in choices if choice.misfit and choice.name in expected]
-    if offending and not allow_partial:
+    if offending := [choice for choice in choices if choice.misfit and choice.name in expected]:
         many = f"{len(offending)} of {len(expected)} layers"
         if claims.structure:
             raise PatternError(
@@ -247,8 +238,7 @@ def _refuse_misfits(
                 )
             problem += "Prune it"
         raise PatternError(
-            f"{path} {problem}, leave these out with `--skip`, or pack what fits with "
-            f"`--allow-partial`:\n{_listed(offending)}"
+            f"{path} {problem}, or leave these out with `--skip`:\n{_listed(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
         raise PatternError(f"{path} has no layer that can be packed:\n{_listed(choices)}")
@@ -269,7 +259,6 @@ def choose_layers(
     *,
     form: PackedFormat | None = None,
     skip: Sequence[str] = (),
-    allow_partial: bool = False,
     refuse: Callable[[LayerChoice], str | None] = lambda _: None,
 ) -> list[LayerChoice]:
     """Return a choice for every linear layer, and check that the checkpoint is pruned as claimed.
@@ -285,13 +274,11 @@ def choose_layers(
             grid of at most four in groups of a multiple of 64 columns, with scales of at most five
             significant bits, as `bits` gives; 2:4 if its layers are 2:4; else bitmasks.
         skip: Name patterns (see `matches`) of layers that stay dense.
-        allow_partial: Whether layers that should be pruned and are not stay dense, or are an error.
         refuse: Returns why the writer cannot store a layer, `None` if it can.
 
     Raises:
-        PatternError: Layers violate the pattern or the report's claims without `allow_partial`, and
-            the message lists all; the report lists layers that the model lacks; or no layer is left
-            to pack.
+        PatternError: Layers violate the pattern or the report's claims, and the message lists all;
+            the report lists layers that the model lacks; or no layer is left to pack.
         FormatError: The checkpoint is quantized already, holds NaN or Inf, or does not fit the
             model of its configuration.
         TargetError: A pattern in `skip` matches nothing.
@@ -304,12 +291,12 @@ def choose_layers(
     # The choice between 2:4 and bitmasks needs the counts of all layers, so it comes after.
     search = _Search(checkpoint, claims.layers, skip, form is BITMASK4)
     choices, expected = search.in_model() if checkpoint.config else search.in_report()
-    form = form or _form_of(choices, expected, allow_partial)
+    form = form or _form_of(choices, expected)
     choices = [_judged(choice, form, choice.name in expected) for choice in choices]
     # The writer is asked after the judgement, and its reasons are no misfits: pruning the layer
     # again would not help.
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
-    _refuse_misfits(checkpoint.path, claims, choices, expected, allow_partial)
+    _refuse_misfits(checkpoint.path, claims, choices, expected)
     return choices
 
 

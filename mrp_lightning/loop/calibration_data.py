@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.offload import CPU
@@ -33,15 +31,6 @@ _READ = {"input_ids", "attention_mask"}
 """The entries of a batch that a CausalLM reads."""
 _FEW_WORDS = 8
 """The number of different tokens up to which a text counts as degenerate."""
-
-
-def require_batches(module: LightningModule) -> None:
-    """Raise a DataError if `predict_step` takes an iterator in place of batches."""
-    if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
-        raise DataError(
-            f"{type(module).__name__}.predict_step takes `dataloader_iter`, and pruning needs the "
-            "calibration batches one by one. Let it take `batch` and `batch_idx`."
-        )
 
 
 def eager() -> Any:
@@ -136,11 +125,7 @@ def check_batch(module: LightningModule, batch: Any) -> None:
 
 
 def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
-    """Warn of windows that several processes read, of few tokens, and of few words; collective.
-
-    Lightning gives each window to one process, but a user's sampler may repeat windows, and each
-    process reads an iterable dataset completely.
-    """
+    """Warn of few tokens, and of few words; a collective call."""
     own_windows = [window for step in steps for window in _windows(step.batch)]
     # Digests are gathered in place of windows: 40 characters each, whatever the length.
     own_sizes = {
@@ -148,19 +133,9 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
     }
     # Different tokens, not their counts: a text of few words is degenerate however long it is.
     own_words = torch.cat(own_windows).unique().tolist() if own_windows else []
-    # Within a process a window counts once by its digest, and between processes it counts for each
-    # owner: only the second is a mistake in sharing the data.
     gathered = processes.all((own_sizes, own_words))
-    owners = Counter(window for sizes, _ in gathered for window in sizes)
     windows = {window: size for sizes, _ in gathered for window, size in sizes.items()}
     known_words = {word for _, words in gathered for word in words}
-    if repeated := sum(count > 1 for count in owners.values()):
-        log.warning(
-            "%d of %d calibration windows were given to more than one process, and count each "
-            "time. Let Lightning share the data (a map-style dataset, without a distributed "
-            "sampler), or share them so that none is repeated.",
-            *(repeated, len(owners)),
-        )
     if windows:
         _warn_of_little_text(plan, [*windows.values()], len(known_words))
 

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,11 +24,22 @@ from mrp_lightning.devices import warn_of_slow_dtype
 from mrp_lightning.errors import OptionError, TargetError, counted
 from mrp_lightning.loop.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
-from mrp_lightning.models.causal import load_causal
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.integrity import explained_checkpoint
-from mrp_lightning.models.loading import tokenizer_files, tokenizer_from_files, wider_dtypes
+from mrp_lightning.models.loading import (
+    as_dtype,
+    find_tokenizer,
+    load_model,
+    load_tokenizer,
+    make_config,
+    tokenizer_files,
+    tokenizer_from_files,
+    warn_of_rounding,
+    wider_dtypes,
+)
+from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks, pruned_layers, refuse_not_finite
-from mrp_lightning.upstream.torch_names import recomputed_buffers
+from mrp_lightning.upstream.torch_names import recomputed_buffers, uncompiled
 
 
 def _blocks_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -151,22 +163,34 @@ class CausalLM(ExactValues):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        # The hyper-parameters of a Lightning checkpoint. `trust_remote_code` is none of them: a
-        # checkpoint must not be able to ask for it.
-        rebuilt: dict[str, Any] = {
-            "revision": revision,
-            "attn_implementation": attn_implementation,
-            "streaming": streaming,
-        }
-        self.model, self.tokenizer, self.streamed, source, tokenizer_source = load_causal(
-            model,
-            tokenizer,
-            _blocks_by_name,
-            dtype=dtype,
-            gguf_file=gguf_file,
-            trust_remote_code=trust_remote_code,
-            **rebuilt,
-        )
+        hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        location, kind = None, as_dtype(dtype)
+        if isinstance(model, str | os.PathLike):
+            location = located(os.fspath(model), gguf_file, revision)
+        elif gguf_file is not None:
+            raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
+        elif streaming:
+            raise OptionError(
+                "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
+            )
+        self.streamed: StreamedBlocks | None = None
+        if location is None:
+            self.model: Any = _given(model, kind, revision, **attention)
+        elif streaming:
+            found = load_streamed(location, kind, _blocks_by_name, **attention, **hub)
+            self.model, self.streamed = found
+        else:
+            self.model = load_model(location, kind, **attention, **hub)
+        if location is not None and kind is None:  # else the rounding was asked for
+            warn_of_rounding(self.model)
+        self.tokenizer: Any = None
+        if tokenizer is not None:
+            self.tokenizer = load_tokenizer(tokenizer, **hub)
+        elif own := location or self.model.name_or_path:
+            self.tokenizer = find_tokenizer(own, **hub)
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = tokenizer.name_or_path
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.offload = warmup_steps, offload
         self._offloaded = ExitStack()
@@ -174,12 +198,16 @@ class CausalLM(ExactValues):
         self.vocabulary: dict[str, Any] = {}
         self._texts = Perplexities()
         self._is_causal = False  # as far as known
+        # The hyper-parameters of a Lightning checkpoint. `trust_remote_code` is none of them: a
+        # checkpoint must not be able to ask for it.
         self.save_hyperparameters(
             {
-                **rebuilt,
-                "model": source,
+                "model": location or self.model.config.to_dict(),
+                "revision": revision,
+                "attn_implementation": attn_implementation,
+                "streaming": streaming,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
-                "tokenizer": tokenizer_source,
+                "tokenizer": os.fspath(tokenizer) if tokenizer else None,
                 "offload": offload,
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
@@ -406,3 +434,52 @@ class CausalLM(ExactValues):
                 f"`streaming`: {problem}, and only one block at a time is in memory. Load the "
                 "model without `streaming`, on a machine that can hold it."
             )
+
+
+def _given(
+    model: Any, dtype: torch.dtype | None, revision: str | None, **attention: str
+) -> PreTrainedModel:
+    """Return the model of a configuration, with random weights, or a loaded one, checked."""
+    if isinstance(model, dict | PreTrainedConfig):
+        config = make_config(model) if isinstance(model, dict) else model
+        # Random weights have no precision of a checkpoint to keep.
+        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, **attention)
+    _check_loaded(model, revision)
+    if attention:
+        # After all checks, since it changes the caller's model.
+        model.set_attn_implementation(attention["attn_implementation"])
+    return model if dtype is None else model.to(dtype)
+
+
+def _check_loaded(model: Any, revision: str | None) -> None:
+    """Raise for an object that is no causal language model of transformers with values."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            "`model` must be a path, a hub id, a transformers configuration or a transformers "
+            f"model. Got {type(model).__name__}; {_next_step(model)}"
+        )
+    if model.config.is_encoder_decoder:
+        raise TargetError(
+            f"`model`: a {type(model).__name__} reads two texts, by its encoder and its decoder, "
+            "and a CausalLM gives it one. Prune the model itself, with batches of `input_ids` and "
+            "`decoder_input_ids`: `Trainer.predict(model, loader, callbacks=[…])`."
+        )
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty and len(empty) == len(list(model.parameters())):  # `make_plan` lists some
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+        raise TargetError(
+            f"`model` is on the meta device, without values: {', '.join(empty[:3])}{more}. Load it "
+            "with `from_pretrained`, or give its path, with `streaming=True` if it is larger than "
+            "memory."
+        )
+    if revision is not None:
+        raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")
+
+
+def _next_step(module: Any) -> str:
+    """Return the next step for a module that is no model of transformers, for the message."""
+    if isinstance(uncompiled(module), PreTrainedModel):
+        return "give the model before `torch.compile`, which is `model._orig_mod`."
+    if callable(getattr(module, "merge_and_unload", None)):
+        return "give `model.merge_and_unload()`, which has the adapters in its weights."
+    return "another module needs its own LightningModule, with a `predict_step` that calls it."

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.markup import escape
 
-from mrp_lightning.devices import peak_memory
 from mrp_lightning.environment import progress_log
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.pruning.job import Listener, Progress
@@ -25,11 +23,10 @@ _BAR_SECONDS = 0.1
 """Seconds between two updates of a bar, since drawing takes time."""
 _LINE_SECONDS = 30
 """Seconds between two log lines."""
-_LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
 
 
 class ProgressReporter:
-    """Reports the progress of a long task in the trainer's bar, else in the log, and to loggers.
+    """Reports the progress of a long task in the trainer's bar, else in the log.
 
     The task starts with the construction, and `log_seldom` logs after `first_seconds` first.
     """
@@ -90,11 +87,6 @@ class ProgressReporter:
         is_seen = self._update is not None and sys.stdout.isatty()
         if self.trainer.is_global_zero and not is_seen:
             progress_log.info(line)
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Pass metrics to the trainer's loggers."""
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step=step)
 
 
 def roughly(seconds: float) -> str:
@@ -184,12 +176,12 @@ class PruningProgress(Listener):
     """Reports a pruning in the trainer's bar and log, with an estimate of the remaining time.
 
     The estimate assumes that all blocks take the same time, except blocks from a journal. `steps`
-    are those of the job, and the `device` is that on which the model runs.
+    are those of the job.
     """
 
-    def __init__(self, steps: int, device: torch.device, reporter: ProgressReporter) -> None:
+    def __init__(self, steps: int, reporter: ProgressReporter) -> None:
         super().__init__()
-        self.reporter, self._steps, self._device = reporter, steps, device
+        self.reporter, self._steps = reporter, steps
         self._shown = -1
         self._done = self._uncounted = 0
         self._pruning_since = self._last_block = reporter.elapsed()
@@ -219,7 +211,7 @@ class PruningProgress(Listener):
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
         """Log a block and its layers."""
         now = self.reporter.elapsed()
-        seconds, self._last_block = now - self._last_block, now
+        self._last_block = now
         self._uncounted += (k + 1 - self._done) * resumed
         self._done = k + 1
         # The clock of the estimate starts after the last restored block, since these take little
@@ -238,24 +230,9 @@ class PruningProgress(Listener):
                 "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
                 "prune/seconds": sum(row.seconds or 0.0 for row in rows),
             }
-            # Time and memory of a restored block are of the run that pruned it.
-            if not resumed:
-                metrics["prune/block_seconds"] = seconds
-                peaks = [*(row.peak_memory for row in rows), peak_memory(self._device)]
-                if known := [peak for peak in peaks if peak is not None]:
-                    metrics["prune/peak_memory"] = max(known)
-            self.reporter.log_metrics(metrics, k)
-            self._log_layers(rows)
-        for logger in self.reporter.trainer.loggers:
-            logger.save()
-
-    def _log_layers(self, rows: list[LayerReport]) -> None:
-        """Log each layer, with its number among the pruned layers as the step."""
-        # The rows of this block are the last ones.
-        for step, row in enumerate(rows, len(self.pruned_rows) - len(rows)):
-            metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
-            measured = {key: value for key, value in metrics.items() if value is not None}
-            self.reporter.log_metrics(measured, step)
+            for logger in self.reporter.trainer.loggers:
+                logger.log_metrics(metrics, step=k)
+                logger.save()
 
     def _left(self) -> str:
         """Return the remaining time in words; empty until a walk has pruned one, and at the end."""

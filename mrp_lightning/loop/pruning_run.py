@@ -25,7 +25,6 @@ from mrp_lightning.loop.calibration_data import (
     captured_steps,
     describe_data,
     eager,
-    require_batches,
     warn_of_data,
 )
 from mrp_lightning.loop.distributed import (
@@ -157,7 +156,6 @@ class Run:
     def _check(self) -> None:
         """Check this process's module, and the directories if it is process 0."""
         trainer, module = self.trainer, self.module
-        require_batches(module)
         start_streamed(module, processes=trainer.world_size, is_kept=self._journal_path is not None)
         if trainer.is_global_zero and self._journal_path is not None:
             if self.save_dir is not None:
@@ -253,11 +251,7 @@ class Run:
             with fail_together(processes):
                 warn_of_data(self._steps, plan, processes)
                 self._about = self._facts()
-                listener = PruningProgress(
-                    plan.steps,
-                    self.trainer.strategy.root_device,
-                    ProgressReporter(self.trainer),
-                )
+                listener = PruningProgress(plan.steps, ProgressReporter(self.trainer))
                 journal = self._journal()
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams({"prune": self._about["config"]})

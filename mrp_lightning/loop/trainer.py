@@ -33,7 +33,7 @@ from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.storage.files import move_durably
-from mrp_lightning.upstream.other_names import in_order, unwrap_dataloaders
+from mrp_lightning.upstream.other_names import unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
 
 
@@ -160,7 +160,7 @@ class Trainer(pl.Trainer):
         extra = [c for c in extra if not any(c is present for present in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
             raise ValueError("`callbacks` holds a progress bar, and the trainer has one already.")
-        self.callbacks = in_order([*self.callbacks, *extra])
+        self.callbacks = [*extra, *self.callbacks]  # the trainer's checkpoints stay last
         try:
             yield
         finally:

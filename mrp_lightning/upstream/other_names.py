@@ -12,19 +12,6 @@ EXPERTS = "_experts_implementation"
 calibration may only have a module that holds experts. Replacement: a public attribute."""
 
 
-def in_order(callbacks: list[Any]) -> list[Any]:
-    """Return callbacks in the order in which a trainer calls them, or raise as a trainer would.
-
-    Seen in Lightning 2.6, whose trainer does this for the callbacks of its constructor and of a
-    model, but has no method to add others. Replacement: such a method, or `predict(callbacks=…)`.
-    """
-    from lightning.pytorch.trainer.connectors import callback_connector
-
-    ordered = callback_connector._CallbackConnector._reorder_callbacks(callbacks)
-    callback_connector._validate_callbacks_list(ordered)
-    return ordered
-
-
 def works_in_children(trainer: Any) -> bool:
     """Return whether a trainer's strategy spawns or forks workers, which have copies of the model.
 

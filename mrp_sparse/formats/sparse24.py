@@ -126,19 +126,12 @@ def spread(values: Tensor, meta: Tensor) -> Tensor:
     return weight.scatter_(2, slots, values.view(rows, groups, 2)).flatten(1)
 
 
-def invalid_nibbles(meta: Tensor) -> int:
-    """Count the nibbles of uint8 `meta` that do not name two columns first < second.
-
-    `pack` writes none, so that one of them shows a damaged or missing tensor.
-    """
-    nibbles = torch.stack((meta & 15, meta >> 4))
-    return int(((nibbles & 3) >= (nibbles >> 2)).sum())
-
-
 def _damage(meta: Tensor) -> str | None:
     if meta.dtype != torch.uint8:
         return f"expected uint8, got {meta.dtype}"
-    count = invalid_nibbles(meta)
+    # `pack` writes two columns, first < second, into each nibble.
+    nibbles = torch.stack((meta & 15, meta >> 4))
+    count = int(((nibbles & 3) >= (nibbles >> 2)).sum())
     return f"{count} of {2 * meta.numel()} nibbles are of no 2:4 weight" if count else None
 
 

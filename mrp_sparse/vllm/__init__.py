@@ -28,8 +28,7 @@ def register() -> None:
             "install one of these, or a newer mrp-sparse.",
             *(OLDEST, NEWEST, version),
         )
-    # Both import vLLM: at the top of the file they would load it together with the package.
-    from mrp_sparse.vllm import configuration, reading
+    # It imports vLLM: at the top of the file it would load it together with the package.
+    from mrp_sparse.vllm import configuration
 
     configuration.register()
-    reading.register()

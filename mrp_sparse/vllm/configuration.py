@@ -1,4 +1,4 @@
-"""`quantization_config` of a packed directory in vLLM, and which method runs each of its layers.
+"""`quantization_config` of a packed directory in vLLM, its layers, and reading it whole.
 
 layer of vLLM                            method
 all of its parts are packed              PackedMethod: multiplies with the packed tensors
@@ -8,15 +8,12 @@ head of 8 bits, and its tied embeddings  EightBitMethod
 experts                                  vLLM's own: no format packs them
 """
 
-import json
+import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -26,23 +23,27 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from mrp_ground.errors import FormatError, first_line
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
-from mrp_sparse.formats.packed_format import PackedFormat
+from mrp_sparse.formats.packed_format import NOTE, PackedFormat
 from mrp_sparse.formats.settings import check_settings
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.vllm.linear import (
     EXPORT_AGAIN,
+    Arrivals,
     EightBitMethod,
     PackedMethod,
     PartlyPackedMethod,
-    why_not,
+    mark,
 )
 
 log = init_logger(f"vllm.{__name__}")
+
+_NEXT_STEP = "Run the model in transformers, or export it with `--format dense`."
 
 
 class PackedConfig(QuantizationConfig):
@@ -109,16 +110,6 @@ class PackedConfig(QuantizationConfig):
         check_settings(cls.form, settings)
         head = settings.get("head", {}).get("module")
         return cls(settings.get("modules", ()), head, settings.get("activations"))
-
-    def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
-        """Check the files of a local directory; vLLM calls this once, before it starts workers.
-
-        Raises:
-            FormatError: Packed layers are damaged or missing.
-        """
-        # A model of the hub is fetched by the workers, which check what they read.
-        if Path(model_name).is_dir():
-            check_directory(Path(model_name), self.form, self.modules)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the layers as vLLM's class of model renames them."""
@@ -227,73 +218,108 @@ CONFIGS = {
 
 
 def register() -> None:
-    """Register the configurations with vLLM."""
+    """Register the configurations with vLLM, and watch that every tensor gets to its place."""
     for method, config in CONFIGS.items():
         register_quantization_config(method)(config)
+    _watch_reading()
 
 
-def check_directory(directory: Path, form: PackedFormat, modules: Iterable[str]) -> None:
-    """Raise, before the workers start, if a directory does not hold packed layers whole.
+@functools.cache
+def _watch_reading() -> None:
+    """Wrap vLLM's reading of files, once.
 
-    The workers check each layer whole while they read it (`linear.py`), but an error there comes
-    among the tracebacks of several processes. Here headers, the places of the values and scales are
-    read, and no values: that shows files that are cut off or missing, and places that do not fit
-    their values.
+    vLLM hands the tensors of a checkpoint to the model's class, and checks none of a quantized
+    model. So they are watched on their way, if a model is packed.
+    """
+    read, load = DefaultModelLoader.get_all_weights, DefaultModelLoader.load_weights
 
-    Args:
-        directory: The checkpoint. Without safetensors files there is nothing to check: vLLM itself
-            reports that.
-        form: The format of the layers.
-        modules: Their names.
+    @functools.wraps(load)
+    def load_whole(self: Any, model: nn.Module, model_config: Any) -> None:
+        # Errors of other models keep their type: this package must not change how they are read.
+        if model_config.quantization not in CONFIGS:
+            return load(self, model, model_config)
+        try:
+            return load(self, model, model_config)
+        except FormatError:
+            # It names the layer and the next step already.
+            raise
+        except Exception as error:  # classes of models have code of their own for each tensor
+            raise FormatError(
+                f"vLLM's {type(model).__name__} cannot read packed layers ({first_line(error)}). "
+                f"If files are damaged or missing, export it again; else: {_NEXT_STEP}"
+            ) from error
+
+    @functools.wraps(read)
+    def read_and_watch(self: Any, model_config: Any, model: nn.Module) -> Iterator[Any]:
+        tensors = read(self, model_config, model)
+        return watch(tensors, model) if model_config.quantization in CONFIGS else tensors
+
+    DefaultModelLoader.load_weights = load_whole
+    DefaultModelLoader.get_all_weights = read_and_watch
+
+
+def watch(tensors: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a packed checkpoint, marked; then check that every layer is whole.
 
     Raises:
-        FormatError: Files or tensors are damaged or missing; all are listed.
+        FormatError: Packed layers have no counterpart in vLLM's model, or were not read whole; all
+            are listed.
     """
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}  # by the names of their tensors
-        problems = []
-        for path in _files(directory):
-            try:
-                file = stack.enter_context(safe_open(path, "pt"))
-                files |= dict.fromkeys(file.keys(), file)
-            # ValueError: a zero byte in the name of a file.
-            except (OSError, ValueError, SafetensorError) as error:
-                problems.append(f"{path.name}: {first_line(error)}")
-        # Tensors of a file that cannot be opened would be listed as missing, one by one.
-        if files and not problems:
-            problems = [*_problems(files, form, sorted(modules))]
+    # 1. Names come first: a packed layer without a reader is an error before any tensor is read.
+    # 2. Ties come before the first tensor, since they decide the name under which it is yielded.
+    # 3. Only after the last tensor can one be missing, since they come in any order.
+    configs = (getattr(module, "quant_config", None) for module in model.modules())
+    config = next(config for config in configs if isinstance(config, PackedConfig))
+    _check_names(model, config)
+    head, table = _tied_head(model, config)
+    for name, tensor in tensors:
+        if name == NOTE:  # for readers without this package
+            continue
+        mark(tensor)
+        # A tied head of 8 bits is stored once, under its own name.
+        yield (table + name.removeprefix(head) if head and name.startswith(head) else name), tensor
+    arrivals = (getattr(module, "arrivals", None) for module in model.modules())
+    problems = [problem for a in arrivals if isinstance(a, Arrivals) for problem in a.problems()]
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise FormatError(f"{directory} cannot be read whole. {EXPORT_AGAIN}\n{listed}")
+        # Tied layers share their arrivals, whose problems would be listed twice.
+        listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        raise FormatError(f"The checkpoint cannot be read whole. {EXPORT_AGAIN}\n{listed}")
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    packed = sum(isinstance(method, PackedMethod) for method in methods)
+    log.info("%d layers multiply by %s.", packed, config.get_name())
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the files that vLLM will read: those of the index, or else all."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(directory.glob("*.safetensors"))
-    try:
-        names = sorted({*json.loads(index.read_text("utf-8"))["weight_map"].values()})
-        return [directory / name for name in names]
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise FormatError(f"{index} is damaged ({first_line(error)}). {EXPORT_AGAIN}") from error
+def _check_names(model: nn.Module, config: PackedConfig) -> None:
+    """Raise if no layer of vLLM will read one of the packed layers."""
+    expected = config.modules | ({config.head} if config.head else set())
+    # In a pipeline, other layers are on other workers.
+    is_whole = not any("Missing" in type(module).__name__ for module in model.modules())
+    if is_whole and (unread := sorted(expected - config.claimed)):
+        raise FormatError(
+            f"vLLM's {type(model).__name__} has no linear layer for {len(unread)} of the packed "
+            f"ones, such as {unread[0]}. {_NEXT_STEP}"
+        )
 
 
-def _problems(files: dict[str, Any], form: PackedFormat, modules: list[str]) -> Iterator[str]:
-    """Yield what is wrong with packed layers; `files` are open, by the names of their tensors."""
-    for module in modules:
-        names = {name: f"{module}.{name}" for name in form.names}
-        if missing := [name for name, full in names.items() if full not in files]:
-            yield f"{module}: {', '.join(missing)} missing in the files"
-            continue
-        # Tensors are views of the mapped files: values that nothing accesses are never read.
-        tensors = {name: files[full].get_tensor(full) for name, full in names.items()}
-        places = tensors[form.places]
-        if places.ndim != 2:
-            yield f"{module}: {form.places} has {places.ndim} dimensions, expected 2"
-            continue
-        # A byte of places is eight columns. The last may be fewer, which only the model knows: the
-        # workers check that.
-        shape = places.shape[0], 8 * places.shape[1]
-        if wrong := why_not(form, shape, [*tensors.values()]):
-            yield f"{module}: {wrong}"
+def _tied_head(model: nn.Module, config: PackedConfig) -> tuple[str, str]:
+    """Return the name of a head of 8 bits with tied embeddings, and theirs, each with a dot.
+
+    Both are empty if there are none. vLLM may have built the two apart: then they are tied here.
+    """
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "quant_method", None), EightBitMethod)
+    }
+    tables = [name for name, module in modules.items() if not isinstance(module, ParallelLMHead)]
+    if config.head is None or not config.is_tied:
+        return "", ""
+    if not tables:
+        raise FormatError(
+            f"vLLM's {type(model).__name__} reads its embeddings in its own way, and not from a "
+            "head of 8 bits. Export without `--head-bits`."
+        )
+    for module in modules.values():
+        if isinstance(module, ParallelLMHead) and not hasattr(module, "tied_to"):
+            module.quant_method.tie_weights(module, modules[tables[0]])
+    return f"{config.head}.", f"{tables[0]}."

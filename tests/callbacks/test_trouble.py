@@ -255,14 +255,6 @@ def test_activations_that_are_not_finite(llama, loader, quiet):
     assert not callback.report.complete
 
 
-def test_a_step_that_takes_an_iterator_is_refused(refused, llama):
-    class Own(CausalLM):
-        def predict_step(self, dataloader_iter):
-            raise AssertionError("work had started")
-
-    refused(DataError, r"Own\.predict_step .*`batch` and `batch_idx`", Own(llama()), pattern="2:4")
-
-
 def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
     with pytest.raises(ValueError, match="one PruningCallback"):
         Trainer(**quiet).predict(

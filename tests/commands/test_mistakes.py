@@ -240,7 +240,7 @@ def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("export", "--allow-partial"), ("gguf", "--like"), ("generate", "--prompt")],
+    [("export", "--check-only"), ("gguf", "--like"), ("generate", "--prompt")],
 )
 def test_the_commands_of_export_are_commands(command, option, capsys):
     with pytest.raises(SystemExit) as stop:

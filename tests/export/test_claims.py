@@ -77,16 +77,14 @@ def test_a_layer_that_breaks_the_pattern_of_the_report_is_named(pruned, capsys):
         assert "is not what its pruning_report.json says, in 1 of" in shown
         assert re.search(rf"{UP}: 2 of \d+ groups are not 2:4", shown)
         assert "--skip" in shown
-        assert "--allow-partial" in shown
         assert [path.name for path in source.parent.iterdir()] == ["model"]
 
 
 def test_it_may_stay_dense(pruned):
     source = pruned("llama", SemiStructured(2, 4), pattern="2:4")
     damage(source, f"{UP}.weight", (3, slice(8, 12)))
-    for options in ({"allow_partial": True}, {"skip": ["layers.0.mlp.up_proj"]}):
-        found = choose_layers(open_checkpoint(source), **options)
-        assert [x.name for x in found if x.reason and x.name != "lm_head"] == [UP]
+    found = choose_layers(open_checkpoint(source), skip=["layers.0.mlp.up_proj"])
+    assert [x.name for x in found if x.reason and x.name != "lm_head"] == [UP]
 
 
 def test_fewer_zeros_than_the_report_has(pruned):

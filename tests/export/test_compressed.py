@@ -154,9 +154,9 @@ def test_values_that_are_not_finite_are_refused_and_named(pruned, capsys):
 
 
 def test_options_that_the_format_does_not_use_are_refused(tmp_path, capsys):
-    given = ["--allow-partial", "--device", "cuda:99", "--head-bits", "8"]
+    given = ["--device", "cuda:99", "--head-bits", "8"]
     shown = refusal([tmp_path, *NAMED, *given], capsys)
-    assert "no use for `--head-bits`, `--allow-partial`, `--device`. Leave" in shown
+    assert "no use for `--head-bits`, `--device`. Leave" in shown
 
 
 def test_a_check_says_what_it_found(pruned, capsys):

@@ -30,7 +30,6 @@ from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import (
     SPARSE24,
     broken_groups,
-    invalid_nibbles,
     pack,
     positive_zeros,
     unpack,
@@ -263,7 +262,8 @@ def test_sixteen_bit_weights_take_their_part(form, sparsity, part, more):
 
 def test_tensors_that_were_not_packed_together_are_found():
     meta = torch.tensor([[0x44, 0x04, 0x40, 0xEE, 0x14]], dtype=torch.uint8)
-    assert invalid_nibbles(meta) == 3  # 0x0 twice and 0x1, whose first column is not the smaller
+    # 0x0 twice and 0x1, whose first column is not the smaller
+    assert str(SPARSE24.damage(meta, meta, 20)).startswith("3 of 10 nibbles")
     values, places = bitmask.pack(torch.ones(2, 11))
     fewer = str(bitmask.damage(values[1:], places, 11))
     assert "22 weights are marked as kept, and there are 21 values" in fewer

@@ -6,13 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from thread_processes import together
 from warm import Piped
 
 from mrp_lightning.errors import DataError, NumericalWarning
-from mrp_lightning.loop.calibration_data import Step, warn_of_data
 from mrp_lightning.loop.distributed import one_share_each, rank_zero_logging
 from mrp_lightning.processes import Processes
 
@@ -30,24 +27,6 @@ def test_each_window_is_in_one_share():
     assert one_share_each(range(7), trainer(0, 3, TrainerFn.FITTING)) is None
     with pytest.raises(DataError, match="3 processes need at least as many windows.*got 2"):
         one_share_each(range(2), trainer(0, 3))
-
-
-@pytest.mark.parametrize(("starts", "repeated"), [((0, 4), 0), ((0, 3), 1)])
-def test_windows_that_two_processes_have(starts, repeated, caplog):
-    windows = torch.arange(40).view(8, 5)
-
-    def run(processes):
-        start = starts[processes.rank]
-        steps = [
-            Step((windows[start : start + 2],), {}),
-            Step((windows[start + 2 : start + 4],), {}),
-        ]
-        warn_of_data(steps, SimpleNamespace(outside=[], layers={}), processes)
-
-    together(2, run)
-    said = [record.message for record in caplog.records]
-    assert all("1 of 7 calibration windows" in message for message in said)
-    assert len(said) == 2 * repeated  # `rank_zero_logging` lets one of them pass
 
 
 def test_three_processes_exchange_and_end_together(tmp_path):

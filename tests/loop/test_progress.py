@@ -6,7 +6,6 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from quiet import QUIET
 from torch.utils.data import DataLoader
@@ -59,9 +58,9 @@ def clock(caplog, monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def listener_of(blocks: int, *loggers) -> progress.PruningProgress:
-    trainer = SimpleNamespace(progress_bar_callback=None, loggers=loggers, is_global_zero=True)
-    return progress.PruningProgress(blocks, torch.device("cpu"), progress.ProgressReporter(trainer))
+def listener_of(blocks: int) -> progress.PruningProgress:
+    trainer = SimpleNamespace(progress_bar_callback=None, loggers=[], is_global_zero=True)
+    return progress.PruningProgress(blocks, progress.ProgressReporter(trainer))
 
 
 def test_the_rest_is_estimated_from_the_blocks_so_far(clock, caplog):
@@ -187,21 +186,6 @@ def test_a_long_text_is_announced(tiny_llama, caplog, monkeypatch):
     monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
     tokenize(tokenizer, "x = 1\n" * 100)
     assert [m for m in caplog.messages if m.startswith("Tokenizing ")]
-
-
-def test_layers_are_logged_each_once_with_its_place():
-    logged = []
-    rows = [LayerReport(name=str(i), shape=(1, 1), loss=float(i)) for i in range(100)]
-    logger = SimpleNamespace(
-        log_metrics=lambda metrics, step: logged.append((step, metrics.get("prune_layer/loss"))),
-        save=lambda: None,
-    )
-    listener = listener_of(2, logger)
-    dense = LayerReport(name="router", shape=(1, 1), skipped="it routes tokens")
-    for k, of_block in enumerate((rows[:40], rows[40:])):
-        listener.block(BlockResult(str(k), tuple(map(LayerResult, [dense, *of_block]))))
-        listener.finished(k, of_block, resumed=False)
-    assert [entry for entry in logged if entry[1] is not None] == [(i, i) for i in range(100)]
 
 
 @pytest.mark.parametrize(

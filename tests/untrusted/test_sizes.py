@@ -126,7 +126,7 @@ def test_an_absurd_header_is_refused(checkpoint, dtype, shape, num_bytes):
     with pytest.raises(ValueError, match=str(directory)):
         load_model(str(directory), None)
     with pytest.raises((FormatError, PatternError), match=str(directory)):
-        choose_layers(open_checkpoint(directory), allow_partial=True)
+        choose_layers(open_checkpoint(directory))
 
 
 def deflated(file):
