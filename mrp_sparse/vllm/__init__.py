@@ -28,7 +28,8 @@ def register() -> None:
             "install one of these, or a newer mrp-sparse.",
             *(OLDEST, NEWEST, version),
         )
-    # It imports vLLM: at the top of the file it would load it together with the package.
-    from mrp_sparse.vllm import configuration
+    # Both import vLLM: at the top of the file they would load it together with the package.
+    from mrp_sparse.vllm import configuration, reading
 
     configuration.register()
+    reading.register()
