@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 MEMORY, SECONDS = 4096, 30
@@ -173,7 +174,26 @@ def targets() -> dict[str, Callable[[Path, bytes], None]]:
         documents,
         tokenizer,
     )
-    return {reader.__name__: reader for reader in readers}
+    return {reader.__name__: reader for reader in readers} | _of_vllm()
+
+
+def _of_vllm() -> dict[str, Callable[[Path, bytes], None]]:
+    """Return the reader of the plug-in in the main process of vLLM, in the latter's environment."""
+    if find_spec("vllm") is None:
+        return {}
+    from mrp_ground.errors import FormatError
+    from mrp_sparse.formats.bitmask import BITMASK
+    from mrp_sparse.vllm.configuration import check_directory
+
+    def served(directory: Path, data: bytes) -> None:
+        """Split the bytes at a NUL NUL: the index, and the file of the tensors."""
+        index, _, content = data.partition(b"\0\0")
+        (directory / "model.safetensors.index.json").write_bytes(index)
+        (directory / "model.safetensors").write_bytes(content)
+        with suppress(FormatError):
+            check_directory(directory, BITMASK, ["0"])
+
+    return {"served": served}
 
 
 def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
@@ -207,6 +227,10 @@ def write_seeds(name: str, corpus: Path, inputs: Path) -> None:
         seeds = [next((inputs / "swept").rglob("run.json")).read_bytes()]
     elif name == "scores":
         seeds = [next((inputs / "swept").rglob("evaluation.json")).read_bytes()]
+    elif name == "served":
+        parts = {"0.weight": torch.ones(32), "0.weight_bits": torch.full((4, 2), 85).byte()}
+        index_of = {"weight_map": dict.fromkeys(parts, "model.safetensors")}
+        seeds = [json.dumps(index_of).encode() + b"\0\0" + save(parts)]
     elif name == "packed":
         weight = torch.arange(64.0).view(4, 16) % 17 - 8
         weight = weight * (torch.arange(16) % 4 < 2)

@@ -8,10 +8,14 @@ head of 8 bits, and its tied embeddings  EightBitMethod
 experts                                  vLLM's own: no format packs them
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -24,13 +28,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from mrp_ground.errors import FormatError
+from mrp_ground.errors import FormatError, first_line
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.settings import check_settings
 from mrp_sparse.formats.sparse24 import SPARSE24
-from mrp_sparse.vllm.linear import EightBitMethod, PackedMethod, PartlyPackedMethod
+from mrp_sparse.vllm.linear import (
+    EXPORT_AGAIN,
+    EightBitMethod,
+    PackedMethod,
+    PartlyPackedMethod,
+    why_not,
+)
 
 log = init_logger(f"vllm.{__name__}")
 
@@ -99,6 +109,16 @@ class PackedConfig(QuantizationConfig):
         check_settings(cls.form, settings)
         head = settings.get("head", {}).get("module")
         return cls(settings.get("modules", ()), head, settings.get("activations"))
+
+    def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
+        """Check the files of a local directory; vLLM calls this once, before it starts workers.
+
+        Raises:
+            FormatError: Packed layers are damaged or missing.
+        """
+        # A model of the hub is fetched by the workers, which check what they read.
+        if Path(model_name).is_dir():
+            check_directory(Path(model_name), self.form, self.modules)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the layers as vLLM's class of model renames them."""
@@ -210,3 +230,70 @@ def register() -> None:
     """Register the configurations with vLLM."""
     for method, config in CONFIGS.items():
         register_quantization_config(method)(config)
+
+
+def check_directory(directory: Path, form: PackedFormat, modules: Iterable[str]) -> None:
+    """Raise, before the workers start, if a directory does not hold packed layers whole.
+
+    The workers check each layer whole while they read it (`linear.py`), but an error there comes
+    among the tracebacks of several processes. Here headers, the places of the values and scales are
+    read, and no values: that shows files that are cut off or missing, and places that do not fit
+    their values.
+
+    Args:
+        directory: The checkpoint. Without safetensors files there is nothing to check: vLLM itself
+            reports that.
+        form: The format of the layers.
+        modules: Their names.
+
+    Raises:
+        FormatError: Files or tensors are damaged or missing; all are listed.
+    """
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}  # by the names of their tensors
+        problems = []
+        for path in _files(directory):
+            try:
+                file = stack.enter_context(safe_open(path, "pt"))
+                files |= dict.fromkeys(file.keys(), file)
+            # ValueError: a zero byte in the name of a file.
+            except (OSError, ValueError, SafetensorError) as error:
+                problems.append(f"{path.name}: {first_line(error)}")
+        # Tensors of a file that cannot be opened would be listed as missing, one by one.
+        if files and not problems:
+            problems = [*_problems(files, form, sorted(modules))]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise FormatError(f"{directory} cannot be read whole. {EXPORT_AGAIN}\n{listed}")
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files that vLLM will read: those of the index, or else all."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        names = sorted({*json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        return [directory / name for name in names]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise FormatError(f"{index} is damaged ({first_line(error)}). {EXPORT_AGAIN}") from error
+
+
+def _problems(files: dict[str, Any], form: PackedFormat, modules: list[str]) -> Iterator[str]:
+    """Yield what is wrong with packed layers; `files` are open, by the names of their tensors."""
+    for module in modules:
+        names = {name: f"{module}.{name}" for name in form.names}
+        if missing := [name for name, full in names.items() if full not in files]:
+            yield f"{module}: {', '.join(missing)} missing in the files"
+            continue
+        # Tensors are views of the mapped files: values that nothing accesses are never read.
+        tensors = {name: files[full].get_tensor(full) for name, full in names.items()}
+        places = tensors[form.places]
+        if places.ndim != 2:
+            yield f"{module}: {form.places} has {places.ndim} dimensions, expected 2"
+            continue
+        # A byte of places is eight columns. The last may be fewer, which only the model knows: the
+        # workers check that.
+        shape = places.shape[0], 8 * places.shape[1]
+        if wrong := why_not(form, shape, [*tensors.values()]):
+            yield f"{module}: {wrong}"

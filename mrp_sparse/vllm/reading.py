@@ -41,7 +41,7 @@ def register() -> None:
         except Exception as error:  # classes of models have code of their own for each tensor
             raise FormatError(
                 f"vLLM's {type(model).__name__} cannot read packed layers ({first_line(error)}). "
-                f"If files are damaged or missing, export it again; else: {_NEXT_STEP}"
+                f"{_NEXT_STEP}"
             ) from error
 
     @functools.wraps(read)

@@ -67,9 +67,7 @@ def test_all_damaged_layers_are_listed(copy):
         change(copy, flip, f"{name}.weight_bits")
     with pytest.raises(ValueError, match="Export the pruned model again") as error:
         engine(copy)
-    # vLLM holds q, k and v in one layer.
-    listed = str(error.value)
-    assert all(f"  {n.replace('q_proj', 'qkv_proj')}: damaged, " in listed for n in names)
+    assert all(f"  {name}: damaged, " in str(error.value) for name in names)
 
 
 def shorten(file):
@@ -77,16 +75,27 @@ def shorten(file):
         opened.truncate(file.stat().st_size - 1)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(shorten, "SafetensorError: "), (lambda file: file.unlink(), "missing: .*model-00009-of")],
-    ids=["cut off", "missing"],
-)
-def test_files_that_are_not_whole(spoil, message, copy):
+@pytest.mark.parametrize("spoil", [shorten, lambda file: file.unlink()], ids=["cut off", "missing"])
+def test_files_are_checked_before_a_worker_starts(spoil, copy):
+    from vllm.engine.arg_utils import EngineArgs
+
     *_, last = sorted(copy.glob("*.safetensors"))
+    arguments = EngineArgs(str(copy), dtype="bfloat16", max_model_len=64)
+    assert arguments.create_engine_config().quant_config.get_name() == "mrp_bitmask"
     spoil(last)
-    with pytest.raises(ValueError, match=rf"{message}.*damaged or missing, export it again"):
-        engine(copy)
+    with pytest.raises(ValueError, match=rf"cannot be read whole.*\n.*{last.name}: "):
+        arguments.create_engine_config()
+
+
+@pytest.mark.parametrize("weight_map", [[], {"a": 1}, {"a": 1, "b": "c"}, {"a": {}}])
+def test_an_index_that_names_no_files_is_damaged(weight_map, copy):
+    from mrp_sparse.formats.bitmask import BITMASK
+    from mrp_sparse.vllm.configuration import check_directory
+
+    file = copy / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json is damaged .*Export the pruned model again"):
+        check_directory(copy, BITMASK, [])
 
 
 @pytest.mark.parametrize(
