@@ -19,7 +19,6 @@ from mrp_lightning.models.loading import (
     load_model,
     load_tokenizer,
     make_config,
-    warn_of_rounding,
 )
 from mrp_lightning.models.streaming import FindBlocks, StreamedBlocks, load_streamed
 from mrp_lightning.upstream.torch_names import uncompiled
@@ -71,8 +70,6 @@ def load_causal(
             # After all checks, since it changes the caller's model.
             model.set_attn_implementation(attn_implementation)
         loaded = model if kind is None else model.to(kind)
-    if location is not None and kind is None:  # else the rounding was asked for
-        warn_of_rounding(loaded)
     if tokenizer is not None:
         read = load_tokenizer(tokenizer, **hub)
     else:
