@@ -51,7 +51,7 @@ def model_card(
         _how(report),
         "",
         f"- base model: `{name}`" if name else None,
-        *_vocabulary(report.vocabulary),
+        _vocabulary(report.vocabulary),
         *([] if alone else _done(report)),
         None if num_bytes is None else f"- bytes of the weights: {num_bytes:,}",
         _grid(config),
@@ -167,26 +167,15 @@ def _grid(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _vocabulary(vocabulary: Mapping[str, Any]) -> list[str]:
-    """Return the lines on a cut vocabulary; none without one."""
+def _vocabulary(vocabulary: Mapping[str, Any]) -> str | None:
+    """Return the line on a cut vocabulary, if it was cut."""
     if not vocabulary:
-        return []
+        return None
     before, after = vocabulary["model_weights"]
-    lines = [
+    return (
         f"- vocabulary: {vocabulary['kept']:,} of {vocabulary['size']:,} tokens; other text takes "
         f"more of them ({after:,} of {before:,} weights)"
-    ]
-    for name, (tokens, more) in vocabulary["tokens"].items():
-        lines.append(f"  - {in_markdown(name)}: {more / max(tokens, 1):.3g} times the tokens")
-    if held_out := vocabulary.get("held_out"):
-        (one, other), (bits, more_bits) = (
-            held_out[key] for key in ("bytes_per_token", "bits_per_byte")
-        )
-        lines.append(
-            f"- held-out text: {other:.3g} bytes a token ({one:.3g} before), {more_bits:.4g} bits "
-            f"a byte ({bits:.4g})"
-        )
-    return lines
+    )
 
 
 def _kept(narrowed: Mapping[str, Any]) -> str:
