@@ -195,9 +195,11 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
 
 
 def _label(run: RunDirectory) -> str:
-    """Return the recipe or method of a run, and its state."""
-    state = [run.exported, None if run.complete else "incomplete"]
-    return ", ".join(filter(None, [run.trial.label, *state]))
+    """Return the recipe or method of a run, the option that its sweep varied, and its state."""
+    changed = run.trial.changed
+    varied = f"{changed.option} {changed.value_text}" if changed else None
+    state = None if run.complete else "incomplete"
+    return ", ".join(filter(None, [run.trial.label, varied, run.exported, state]))
 
 
 def _options(run: RunDirectory) -> dict[str, str]:
@@ -205,9 +207,7 @@ def _options(run: RunDirectory) -> dict[str, str]:
     left_out = {*_NO_LABEL}
     if run.finished:  # a sweep has its own models, and refuses runs of other data
         left_out |= {_BASE_MODEL, *CALIBRATION}
-    options = {key: plain(value) for key, value in run.config.items() if key not in left_out}
-    changed = run.trial.changed
-    return options | ({changed.option: changed.value_text} if changed else {})
+    return {key: plain(value) for key, value in run.config.items() if key not in left_out}
 
 
 def plain(value: Any) -> str:
