@@ -75,6 +75,7 @@ _NOISE: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.utilities.rank_zero": (
         *ABSENT_DEVICES,
         "Tip: For seamless cloud",
+        "Loading `train_dataloader` to estimate",
     ),
     "lightning.fabric.utilities.seed": ("Seed set to",),
 }

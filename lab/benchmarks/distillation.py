@@ -2,7 +2,7 @@ r"""The loss that distillation wins back, at home and abroad, by the tokens it i
 
     python lab/benchmarks/distillation.py RUN MODEL --calibration C.txt --evaluation E.txt \
         --tokens 200000 [--own 0.5] [--learning-rate RATE] [--batch-size 2] [--points 4] \
-        [--precision bf16-mixed] [--name JM] [--table lab/results/distillation.csv]
+        [--precision bf16-mixed] [--moment-bits 8] [--name JM] [--table TABLE.csv]
 
 METHOD. RUN is a directory that `mrp-lightning prune MODEL` wrote. It is distilled against MODEL as
 by `mrp-lightning distill`, on text of which the share OWN is MODEL's own and the rest is C.txt's.
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--own", type=float, default=0.5)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--moment-bits", type=int, default=32, choices=(32, 8))
     parser.add_argument("--points", type=int, default=4)
     parser.add_argument("--name", required=True, help="names the start in the table")
     parser.add_argument("--table", type=Path, default=Path("lab/results/distillation.csv"))
@@ -124,6 +125,7 @@ def main() -> None:
     module = Distillation(
         options.run, options.model, dtype="float32", learning_rate=options.learning_rate,
         teacher_dtype="float32" if options.precision == "32-true" else "bfloat16",
+        moment_bits=options.moment_bits,
     )  # fmt: skip
     shares = {"self": options.own, "train_files": 1 - options.own}
     data = DistillationText(

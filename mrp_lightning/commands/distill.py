@@ -30,7 +30,7 @@ _DESCRIPTION = (
 _OWN = "self"
 _OF_RUN = (
     *("run", "teacher", "train_files", "tokens", "sequence_length", "batch_size"),
-    *("learning_rate", "seed", "dtype", "precision", "text_column"),
+    *("learning_rate", "seed", "dtype", "moment_bits", "precision", "text_column"),
 )
 """The options that decide the result: an unfinished run of others is not gone on with."""
 _SHARE = 0.9
@@ -112,8 +112,16 @@ def _complete(options: Namespace) -> None:
 
 def _text_of(options: Namespace, data: Mapping[str, Any]) -> list[str] | None:
     """Return the files of the option or, without it, of the pruning; `None` for own text alone."""
+    if options.train_files == [_OWN]:
+        if options.text_column is not None:
+            raise OptionError(
+                f"names a column of files, and `--text {_OWN}` reads none. Leave it out, or give "
+                "files.",
+                "text_column",
+            )
+        return None
     if options.train_files is not None:
-        return None if options.train_files == [_OWN] else options.train_files
+        return list(options.train_files)
     files: list[str] | None = data.get("files")
     gone = [file for file in files or [] if not Path(file).exists()]
     if gone:
@@ -167,6 +175,7 @@ def _distil(parser: CommandParser, options: Namespace) -> None:
         dtype=options.dtype,
         teacher_dtype=dense_dtype(options.precision),
         learning_rate=options.learning_rate,
+        moment_bits=options.moment_bits,
     )
     own = "text that the teacher writes"
     text = f"half {own}, half {', '.join(map(str, files))}" if files else own
@@ -211,8 +220,10 @@ def _fit(module: "Distillation", options: Namespace) -> str:
         f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "
         f"{available / 2**30:.1f} are available."
     )
-    if fewer > _SHARE * available and options.dtype != "bfloat16":
-        text += " Give `--dtype bfloat16`, or a smaller `--batch-size`."
+    if fewer > _SHARE * available:
+        advice = ["`--dtype bfloat16`"] if options.dtype != "bfloat16" else []
+        advice += ["`--moment-bits 8`"] if options.moment_bits != 8 else []
+        text += f" Give {' and '.join([*advice, 'a smaller `--batch-size`'])}."
     return text
 
 
@@ -266,6 +277,9 @@ def _parser() -> CommandParser:
     option("--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows")
     text = "the type of the weights in training: float32 (default), or bfloat16 for less memory"
     option("--dtype", default="float32", choices=["float32", "bfloat16"], help=text)
+    text = "the bits of each of the optimizer's two moments of a weight: 32 (default), or 8, for "
+    text += "less memory (needs torchao)"
+    option("--moment-bits", type=int, default=32, choices=[32, 8], help=text)
     text = "that of the products (default: bf16-mixed where the device multiplies bfloat16 faster "
     text += "than float32, 32-true elsewhere)"
     option("--precision", choices=["32-true", "bf16-mixed"], help=text)

@@ -12,52 +12,102 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _KEY = "kept_values"
 """The key of an optimizer's state for the values."""
+_PARTS = "parts"
+"""The key for the tensors that torchao's moments consist of."""
 _ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"}
     | {"Rprop", "SGD"}
+    | {"Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8"}  # torchao's
 )
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer of torch changes each entry by its own gradients alone."""
+    """Return whether an optimizer changes each entry by its own gradients alone.
+
+    Such are many of torch, and those of torchao, whose moments share scales.
+    """
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+    is_known = kind.__module__.startswith(("torch.optim.", "torchao.optim."))
+    return is_known and kind.__name__ in _ELEMENTWISE
+
+
+def plain_moments(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer with plain tensors in place of torchao's 8-bit moments.
+
+    `torch.load` cannot bring torchao's tensors to another device, as Lightning asks it to.
+    """
+    plain = {}
+    for parameter, values in state.items():
+        plain[parameter] = dict(values)
+        for name, value in values.items():
+            if is_traceable_wrapper_subclass(value):
+                names, context = value.__tensor_flatten__()
+                parts = {part: getattr(value, part) for part in names}
+                plain[parameter][name] = {_PARTS: parts, "context": context}
+    return plain
+
+
+def moments_of_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer of which `plain_moments` returned the argument."""
+    moments = {}
+    for parameter, values in state.items():
+        moments[parameter] = dict(values)
+        for name, value in values.items():
+            if isinstance(value, Mapping) and _PARTS in value:
+                from torchao.optim.subclass_8bit import OptimState8bit
+
+                parts = value[_PARTS], value["context"]
+                moments[parameter][name] = OptimState8bit.__tensor_unflatten__(*parts)
+    return moments
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A parameter, its kept entries (bool, of its shape; `None`: all), and the vector of these."""
+    """A parameter, its kept entries (bool, of its shape; `None`: all), and the vector of these.
+
+    The vector ends in zeros, without gradients, up to a multiple of the entries that share a scale
+    of the optimizer's moments: torchao leaves others in 32 bits.
+    """
 
     parameter: nn.Parameter
     kept: Tensor | None
     values: nn.Parameter
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, kept: Tensor | None) -> "_Part":
+    def of(cls, parameter: nn.Parameter, kept: Tensor | None, multiple: int) -> "_Part":
         """Return the part with the parameter's present values."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        values = parameter.detach() if kept is None else parameter.detach()[kept]
-        return cls(parameter, kept, nn.Parameter(values.to(wide, copy=True)))
+        values = _chosen(parameter.detach(), kept)
+        padded = F.pad(values.to(wide), (0, -len(values) % multiple))
+        return cls(parameter, kept, nn.Parameter(padded.clone()))
 
     def take_gradient(self) -> None:
         """Move the parameter's gradient to the values."""
         gradient = self.parameter.grad
         if gradient is not None:
-            gradient = gradient if self.kept is None else gradient[self.kept]
-            self.values.grad = gradient.to(self.values.dtype)
+            chosen = _chosen(gradient, self.kept).to(self.values.dtype)
+            padding = len(self.values) - len(chosen)
+            self.values.grad = F.pad(chosen, (0, padding)) if padding else chosen
             self.parameter.grad = None
 
     def write(self) -> None:
         """Copy the values to the parameter, rounded to its dtype."""
-        values = self.values.detach().to(self.parameter.dtype)
+        values, parameter = self.values.detach(), self.parameter.detach()
         if self.kept is None:
-            self.parameter.detach().copy_(values)
+            parameter.copy_(values[: parameter.numel()].view_as(parameter))
         else:
-            self.parameter.detach().masked_scatter_(self.kept, values)
+            parameter.masked_scatter_(self.kept, values.to(parameter.dtype))
+
+
+def _chosen(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the kept entries of a tensor as a vector."""
+    return tensor.flatten() if kept is None else tensor[kept]
 
 
 class KeptValues:
@@ -74,10 +124,11 @@ class KeptValues:
 
     def __init__(self, optimizer: Optimizer, kept: Mapping[nn.Parameter, Tensor | None]) -> None:
         self._parts: list[_Part] = []
+        multiple = getattr(optimizer, "block_size", 1)
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if parameter in kept:
-                    part = _Part.of(parameter, kept[parameter])
+                    part = _Part.of(parameter, kept[parameter], multiple)
                     group["params"][index] = part.values
                     self._parts.append(part)
         self._hooks = [

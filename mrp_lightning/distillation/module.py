@@ -19,7 +19,13 @@ from mrp_lightning.distillation.divergence import (
     divergence,
     token_figures,
 )
-from mrp_lightning.distillation.kept_values import KeptValues, is_elementwise
+from mrp_lightning.distillation.kept_values import (
+    KeptValues,
+    is_elementwise,
+    moments_of_plain,
+    plain_moments,
+)
+from mrp_lightning.environment import require_extra, without_noise
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.perplexity import MeanLoss, Perplexity
@@ -75,6 +81,8 @@ class Distillation(CausalLM):
         train_embeddings: Whether embeddings and output head are trained, too.
         gradient_checkpointing: Whether the activations of each block are computed again in the
             backward pass, for a third more time and far less memory.
+        moment_bits: The bits of each of the optimizer's two moments of a weight: 32, or 8, which
+            torchao stores with a scale for 256.
         **options: `revision`, `trust_remote_code`, `tokenizer`, `attn_implementation` and
             `gguf_file`, as of `CausalLM`, for the student.
 
@@ -83,7 +91,9 @@ class Distillation(CausalLM):
         teacher: The dense model, likewise; no submodule, so that checkpoints do not hold it.
 
     Raises:
-        OptionError: The two models have other vocabularies or tokenizers. `CausalLM` raises more.
+        OptionError: The two models have other vocabularies or tokenizers, or `moment_bits` is
+            neither. `CausalLM` raises more.
+        DependencyError: Moments are to have 8 bits, and torchao is not installed.
         TargetError: As of `CausalLM`.
     """
 
@@ -99,8 +109,13 @@ class Distillation(CausalLM):
         weight_decay: float = 0.0,
         train_embeddings: bool = False,
         gradient_checkpointing: bool = False,
+        moment_bits: int = 32,
         **options: Any,
     ) -> None:
+        if moment_bits not in (32, 8):
+            raise OptionError(f"expected 32 or 8; got {moment_bits!r}.", "moment_bits")
+        if moment_bits == 8:
+            require_extra("torchao", "`moment_bits: 8`")
         if isinstance(student, CausalLM):
             options.setdefault("tokenizer", student.tokenizer)
             student = student.model
@@ -123,6 +138,7 @@ class Distillation(CausalLM):
         self.teacher = Predictor(dense.eval().requires_grad_(False))
         self.train_embeddings = train_embeddings
         self.gradient_checkpointing = gradient_checkpointing
+        self.moment_bits = moment_bits
         self._values: list[KeptValues] = []
         self._figures: dict[str, dict[str, MeanLoss]] = {}
         self._texts_held = [""]
@@ -134,6 +150,7 @@ class Distillation(CausalLM):
                 "teacher_dtype": str(dense.dtype).removeprefix("torch."),
                 "train_embeddings": train_embeddings,
                 "gradient_checkpointing": gradient_checkpointing,
+                "moment_bits": moment_bits,
             }
         )
 
@@ -293,19 +310,23 @@ class Distillation(CausalLM):
         groups: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
         for name, parameter in trained.items():
             groups[self._scales[name], parameter.ndim >= 2].append(parameter)
-        optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": parameters,
-                    "lr": self.learning_rate * scale,
-                    # Towards 0, which is no neutral value for the scale of a norm. A step subtracts
-                    # lr × weight_decay × weight, which the scale of the weights must not change.
-                    "weight_decay": self.weight_decay / scale if is_matrix else 0.0,
-                }
-                for (scale, is_matrix), parameters in groups.items()
-            ],
-            betas=(0.9, 0.95),
-        )
+        options = [
+            {
+                "params": parameters,
+                "lr": self.learning_rate * scale,
+                # Towards 0, which is no neutral value for the scale of a norm. A step subtracts
+                # lr × weight_decay × weight, which the scale of the weights must not change.
+                "weight_decay": self.weight_decay / scale if is_matrix else 0.0,
+            }
+            for (scale, is_matrix), parameters in groups.items()
+        ]
+        optimizer: Optimizer
+        if self.moment_bits == 8:
+            with without_noise():
+                from torchao.optim import AdamW8bit
+            optimizer = AdamW8bit(options, betas=(0.9, 0.95))
+        else:
+            optimizer = torch.optim.AdamW(options, betas=(0.9, 0.95))
 
         def rate(step: int) -> float:
             """Return the fraction of the peak rate at a step."""
@@ -324,11 +345,17 @@ class Distillation(CausalLM):
         saved["student"] = saved.pop("model")
         # Trained weights may have other scales, and the optimizer's groups must stay the same.
         checkpoint[_SCALES] = self._scales
+        if self.moment_bits == 8:
+            for optimizer in checkpoint.get("optimizer_states", ()):
+                optimizer["state"] = plain_moments(optimizer["state"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the sizes of the parameters at the start, to which their rates are relative."""
         super().on_load_checkpoint(checkpoint)
         self._scales = checkpoint.get(_SCALES, {})
+        if self.moment_bits == 8:
+            for optimizer in checkpoint.get("optimizer_states", ()):
+                optimizer["state"] = moments_of_plain(optimizer["state"])
 
 
 def _scale(parameter: nn.Parameter) -> float:
@@ -366,14 +393,14 @@ def _require_one_vocabulary(student: CausalLM, teacher: CausalLM) -> None:
 def needed_memory(module: Distillation, tokens: int, precision: str = "32-true") -> int:
     """Return about how many bytes a training step needs, beside both models.
 
-    Each kept weight has a float32 value and two moments, and each weight of a pruned layer a place
-    in a mask. Of two points of a step the larger counts: the end of the forward pass, with all
-    activations and the last step's float32 gradients of what is kept, or the end of the backward
-    pass, with the gradients of all trained weights. Activations are what autograd saves for a few
-    tokens, in proportion to the `tokens` of a batch: attention must not save its matrix of weights
-    (`sdpa` does not). With gradient checkpointing they are those of one block, and the inputs of
-    all. With `bf16-mixed` float32 matrices have a copy in bfloat16 until the backward pass; that
-    activations are smaller then does not count.
+    Each kept weight has a float32 value and two moments of `moment_bits`, and each weight of a
+    pruned layer a place in a mask. Of two points of a step the larger counts: the end of the
+    forward pass, with all activations and the last step's float32 gradients of what is kept, or the
+    end of the backward pass, with the gradients of all trained weights. Activations are what
+    autograd saves for a few tokens, in proportion to the `tokens` of a batch: attention must not
+    save its matrix of weights (`sdpa` does not). With gradient checkpointing they are those of one
+    block, and the inputs of all. With `bf16-mixed` float32 matrices have a copy in bfloat16 until
+    the backward pass; that activations are smaller then does not count.
     """
     model, trained, pruned = module.model, _trained(module), pruned_layers(module.model)
     masks = sum(layer.view.numel() for layer in pruned)  # bool
@@ -383,7 +410,7 @@ def needed_memory(module: Distillation, tokens: int, precision: str = "32-true")
         matrices = (p for p in model.parameters() if p.ndim == 2 and p.dtype == torch.float32)
         forward += sum(p.numel() * torch.bfloat16.itemsize for p in matrices)
     backward = sum(parameter.nbytes for parameter in trained)
-    return 12 * kept + masks + max(forward, backward) + LOGITS_MEMORY
+    return (4 + _of_moments(module)) * kept + masks + max(forward, backward) + LOGITS_MEMORY
 
 
 def needed_disk(module: Distillation) -> int:
@@ -395,7 +422,12 @@ def needed_disk(module: Distillation) -> int:
     """
     model = sum(parameter.nbytes for parameter in module.model.parameters())
     best = sum(parameter.nbytes for parameter in _trained(module))
-    return 2 * (model + 12 * _num_kept(module) + best) + best
+    return 2 * (model + (4 + _of_moments(module)) * _num_kept(module) + best) + best
+
+
+def _of_moments(module: Distillation) -> int:
+    """Return the bytes of both moments of a weight; scales are left out."""
+    return module.moment_bits // 4
 
 
 def _trained(module: Distillation) -> list[nn.Parameter]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.markup import escape
 
@@ -125,7 +126,7 @@ class BatchLog(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock as `on_fit_start`, except for a validation within `fit`."""
-        if trainer.validating:
+        if trainer.state.fn == TrainerFn.VALIDATING:  # within `fit`, `trainer.validating` is true
             self.on_fit_start(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -8,6 +8,7 @@ to no unit do.
 """
 
 import copy
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mrp_lightning.errors import FormatError, OptionError, TargetError, first_line
+from mrp_lightning.errors import FormatError, OptionError, TargetError, counted, first_line
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.narrowing.structure import Attribute, BlockParts, Cut, NarrowingPlan, Structure
+from mrp_lightning.targets.blocks import pruned_layers
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
+
+log = logging.getLogger(__name__)
 
 _MULTIPLE = 32
 """The number of neurons that remain is a multiple of this, for the speed of matrix kernels."""
@@ -56,6 +60,13 @@ def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
     none: dict[str, list[Layer]] = {block.name: [] for block in plan.blocks}
     consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
+    keys = {layer.key for layers in consumers.values() for layer in layers}
+    if sparse := sum(layer.key in keys for layer in pruned_layers(model)):
+        log.warning(
+            "%s lost single weights before, and the compensation for the %s removed now fills "
+            "them again. Remove %s first, and then single weights of the narrower model.",
+            *(counted(sparse, "layer"), kind, kind),
+        )
     return NarrowingPlan(
         blocks=plan.blocks,
         layers=consumers,

@@ -137,10 +137,17 @@ class Settings(PruningArguments):
                 f"{self.structure} in a first run, and put the model that it saves on a grid in a "
                 "second one, with `bits` or `grid` alone or with `pattern`."
             )
-        if self.structure == "experts" and self.method != "SM":
+        if self.structure != "experts":
+            return
+        if self.method != "SM":
             raise MethodError(
                 "`structure: experts` measures which experts the output needs least, and takes no "
                 f"other method than SM; got {self.method}. `tuning` changes what stays."
+            )
+        if self._given(["damping"]):
+            raise OptionError(
+                "`damping` is added to Hessians, and `structure: experts` uses none. Leave "
+                "`damping` out."
             )
 
     def _check_allocation(self) -> None:

@@ -178,6 +178,7 @@ def test_they_are_those_without_which_the_block_changes_least(family, monkeypatc
         ("llama4_text", {}, TargetError, "it has no experts that transformers stacks"),
         ("jamba", {"sparsity": 0.5}, TargetError, "it changes which weights there are"),
         ("mixtral", {"method": "wanda"}, MethodError, "no other method than SM; got wanda"),
+        ("mixtral", {"damping": 0.1}, OptionError, "`damping` is added to Hessians, and .* none"),
     ],
 )
 def test_what_cannot_be_is_refused(family, options, error, message, tmp_path):

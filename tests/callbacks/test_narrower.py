@@ -185,6 +185,15 @@ def test_a_fraction_far_from_the_asked_one_is_said(llama, loader, tmp_path, capl
     assert "`sparsity` 0.4 of 2 heads a block removes 1 of them, which is 50%." in caplog.text
 
 
+def test_zeros_that_compensation_would_fill_are_said(llama, loader, tmp_path, caplog):
+    model = llama()
+    for block in model.model.layers:
+        block.mlp.down_proj.weight.data[:, ::2] = 0
+    narrower(model, loader, tmp_path, structure="neurons", sparsity=0.5)
+    count = len(model.model.layers)
+    assert f"{count} layers lost single weights before" in caplog.text
+
+
 def test_the_least_that_a_message_names_is_enough(llama, loader, tmp_path):
     _, saved = narrower(
         llama(intermediate_size=128), loader, tmp_path, structure="neurons", sparsity=0.125

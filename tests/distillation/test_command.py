@@ -152,7 +152,9 @@ def test_its_text_is_by_default_the_pruning_s(run, tmp_path, monkeypatch, capsys
     text.unlink()
     again = [str(run), *SMALL, "--out", str(tmp_path / "other")]
     assert "the text of the pruning is gone" in refusal(again, capsys)
-    main(["distill", *again, "--text", "self"])
+    own = [*again, "--text", "self"]
+    assert "`--text self` reads none" in refusal([*own, "--text-column", "body"], capsys)
+    main(["distill", *own])
 
 
 def test_the_memory_that_is_said_is_what_training_holds(run):

@@ -12,7 +12,9 @@ import lightning
 import pytest
 import torch
 from quiet import QUIET
+from torch import nn
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from callbacks import KeepBest, KeepSparsity, MRPCallback, SaveModel
 from mrp_lightning import (
@@ -24,6 +26,7 @@ from mrp_lightning import (
     Trainer,
 )
 from mrp_lightning.data.own_text import OwnText
+from mrp_lightning.distillation.module import needed_memory
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.targets.blocks import pruned_layers
@@ -139,6 +142,56 @@ def test_moments_hold_the_kept_weights_alone(pair, windows):
         p.numel() for p in module.model.parameters() if p.requires_grad and id(p) not in in_layers
     )
     assert sum(each["exp_avg"].numel() for each in state.values()) == kept + others
+
+
+def test_moments_of_8_bits_train_nearly_as_well_and_resume_alike(tmp_path):
+    """Of matrices with as many kept entries as torchao stores in 8 bits, and a few more."""
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 97}
+    torch.manual_seed(0)
+    dense = LlamaForCausalLM(LlamaConfig(**sizes))
+    student = copy.deepcopy(dense)
+    for layer in student.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data[:, ::3] = 0
+    # Equal batches, so that the loader need not resume.
+    ids = torch.randint(97, (4, 32), generator=torch.Generator().manual_seed(1)).repeat(9, 1)
+
+    def run(bits, steps, *callbacks, ckpt_path=None):
+        module = Distillation(
+            copy.deepcopy(student), dense, moment_bits=bits, learning_rate=2e-2, warmup_steps=0
+        )
+        options = {"callbacks": [KeepSparsity(), *callbacks], **QUIET}
+        trainer = Trainer(max_steps=steps, **options)
+        trainer.fit(module, loader(ids), ckpt_path=ckpt_path)
+        (figures,) = trainer.validate(module, loader(ids), verbose=False)
+        return module, trainer, figures["val_kl"]
+
+    class Save(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    (start,) = Trainer(**QUIET).validate(Distillation(student, dense), loader(ids), verbose=False)
+    module, trainer, few = run(8, 9, Save())
+    few_again = run(8, 9, ckpt_path=tmp_path / "half.ckpt")[0]
+    assert all(map(torch.equal, module.parameters(), few_again.parameters()))
+    for layer in pruned_layers(module.model):
+        assert torch.equal(layer.weight == 0, (torch.arange(128) % 3 == 0).expand(128, -1))
+    states = [x["exp_avg"] for x in trainer.optimizers[0].state.values()]
+    kept = 128 * 85
+    assert [len(x) for x in states if type(x) is not torch.Tensor] == [-(-kept // 256) * 256] * 7
+    whole = run(32, 9)[2]
+    assert abs(few - whole) < 0.05 * (start["val_kl"] - whole)
+    # The memory that is said: 6 bytes a kept weight fewer than with moments of 32 bits.
+    numbers = needed_memory(Distillation(student, dense), 0), needed_memory(module, 0)
+    assert numbers[0] - numbers[1] == 6 * (7 * kept + 3 * 128)
+
+
+def test_moments_have_32_or_8_bits(pair):
+    with pytest.raises(OptionError, match="`moment_bits`.*expected 32 or 8; got 4"):
+        Distillation(*pair, moment_bits=4)
 
 
 def own_text(**options):
