@@ -86,7 +86,7 @@ def draw_lines(
         # On a linear axis, a wide range would press all but the largest values onto 0.
         if 0 < _WIDE_RANGE * low < high:
             axes.set(yscale="log")
-            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+            axes.yaxis.set(major_locator=LogLocator(subs=(1, 3)), minor_locator=NullLocator())
         elif not score.is_perplexity:
             axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:g}")
