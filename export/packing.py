@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint, tracked
 from export.conversion.compressed import NAME as COMPRESSED
@@ -24,10 +25,11 @@ from export.conversion.compressed import (
 from export.conversion.parity import Parity, check_parity
 from export.conversion.selection import Claims, LayerChoice, choose_layers
 from export.conversion.writing import choose_head, write_dense, write_packed
-from export.loading import TORCHAO, torchao_missing, why_not_torchao
+from export.loading import TORCHAO, load, torchao_missing, why_not_torchao
 from export.report import ExportReport, IntegerReport, Report
+from export.speed import measure
 from mrp_lightning.devices import device_named
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, first_line
 from mrp_lightning.storage.files import output_path, save_text
 from mrp_lightning.storage.json_files import as_json, read_json
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
@@ -151,7 +153,7 @@ class Packed(Target[ExportReport]):
         return write_packed(job.source, directory, report.packed, report.head, settings)
 
     def check(self, job: Job, report: ExportReport, directory: Path) -> None:
-        """Compare bits, products and logits.
+        """Compare bits, products and logits; on a CUDA device measure the speed of 2:4.
 
         An export that was written before must have been written by these options.
         """
@@ -176,6 +178,8 @@ class Packed(Target[ExportReport]):
             is_model = bool(job.source.config)
             reason = "the model predicts no next token" if is_model else "the module is your own"
             report.notes.append(f"logits not compared: {reason}")
+        elif job.device.type == "cuda" and self.form is SPARSE24 and report.head is None:
+            _measure(job, report, directory)
 
     def quant_method(self, report: ExportReport) -> str | None:
         """Return the `quant_method` of the written files, `None` if they have none."""
@@ -212,6 +216,17 @@ def _keep_activations(parity: Parity, directory: Path, notes: list[str]) -> None
         change = text.perplexity_after / text.perplexity_before - 1
         reason = f"it would change the perplexity of {text.text} by {change:+.1%}"
     notes.append(f"activations are not rounded: {reason} (`--activations int8` rounds them)")
+
+
+def _measure(job: Job, report: ExportReport, directory: Path) -> None:
+    """Measure the speed of an export beside its source on the CUDA device."""
+    try:
+        dense, packed = job.source.load(), load(directory)
+        for model in (dense, packed):
+            nn.Module.to(model, job.device).eval()  # PreTrainedModel.to has another signature
+        report.speed = list(tracked(measure(dense, packed), None, "measuring speed"))
+    except Exception as error:  # such as a GPU that cannot hold both; the export is proven already
+        report.notes.append(f"speed not measured: {first_line(error)}")
 
 
 class Dense(Packed):

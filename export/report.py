@@ -13,6 +13,7 @@ from export.conversion.compressed import Compressed
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice
 from export.conversion.writing import HeadChoice
+from export.speed import COLUMNS, Speed, rows
 from mrp_lightning.environment import command, versions
 from mrp_lightning.errors import counted
 from mrp_lightning.models.checkpoint import model_class
@@ -44,6 +45,7 @@ class ExportReport:
         layers: Every linear layer of the model, and other layers that its report lists as pruned.
         head: The head if it has 8 bits.
         parity: The comparison with the source; `None` if there is no export.
+        speed: The times beside the source, of 2:4 exports on a CUDA device.
     """
 
     source: Checkpoint
@@ -53,6 +55,7 @@ class ExportReport:
     layers: list[LayerChoice]
     head: HeadChoice | None = None
     parity: Parity | None = None
+    speed: list[Speed] = field(default_factory=list)
 
     @property
     def packed(self) -> list[LayerChoice]:
@@ -97,6 +100,7 @@ class ExportReport:
             and {"name": self.head.name, "table": self.head.table, **_size(self.head)},
             "totals": self.totals,
             "parity": self.parity and asdict(self.parity),
+            "speed": [asdict(speed) for speed in self.speed],
             "notes": self.notes,
             "versions": versions(),
         }
@@ -120,6 +124,9 @@ class ExportReport:
         if self.parity is not None:
             results = _parity_rows(self.parity)
             console.print(_table("Parity with the source", ("comparison", "result"), results))
+        if self.speed:
+            title = "Speed as CUDA graphs, prefill after `compress()`"
+            console.print(_table(title, COLUMNS, rows(self.speed)))
         for note in self.notes:
             console.print(note)
 

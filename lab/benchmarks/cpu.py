@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import Decoder
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from export import BitmaskLinear, Sparse24Linear
 from export.loading import storage_bytes
+from export.speed import Decoder
 from mrp_lightning.devices import machine
 from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import PackedLinear

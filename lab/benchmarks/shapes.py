@@ -2,8 +2,8 @@
 
     python lab/benchmarks/shapes.py --shape llama3-8b llama2-7b opt-6.7b --out lab/results/export
 
-Speed does not depend on the values of weights. `--layer-tokens` times each layer shape, too. A
-shape is written when it was timed.
+Speed does not depend on the values of weights. Models are timed as `mrp-lightning export` times
+them; `--layer-tokens` times each layer shape, too. A shape is written when it was timed.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from speed import COLUMNS, graphed, measure, rows, take_turns
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.loading import sparsify, storage_bytes, torchao_missing
+from export.speed import COLUMNS, graphed, measure, rows, take_turns
 from mrp_lightning.devices import machine
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import OptionError

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from shapes import SHAPES, packed_copy, prunable, random_model
-from speed import Decoder, prefill
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
@@ -18,6 +17,7 @@ from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
 from export.loading import load
+from export.speed import Decoder, prefill
 from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse.eight_bit_head import EightBitLinear

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from shapes import random_24, why_wrong
-from speed import captured
 from torch import nn
 
+from export.speed import captured
 from mrp_sparse.formats.sparse24 import pack
 from mrp_sparse.kernels import dispatch
 from mrp_sparse.kernels.dispatch import choose, multiply, why_not_compressed

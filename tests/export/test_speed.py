@@ -1,20 +1,22 @@
-"""Speed but for the clock: shapes, decoding, prefill, turns, memory."""
+"""Speed but for the clock: shapes, decoding, prefill, turns, memory, and the table of an export."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 import shapes
-import speed
 import torch
 from shapes import SHAPES, packed_copy, prunable, random_24, random_model
-from speed import Decoder, Speed, Timing, measure, prefill, rows, take_turns, without_masks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import import_utils
 
+from export import packing, speed
 from export.loading import storage_bytes
+from export.speed import Decoder, Speed, Timing, measure, prefill, rows, take_turns, without_masks
+from export.to_sparse import main
 from mrp_lightning.errors import OptionError
 from mrp_sparse import packed_linear
 from mrp_sparse.formats.sparse24 import broken_groups
@@ -241,6 +243,51 @@ def test_a_phase_that_fails_does_not_keep_others_from_being_measured(
     decode, other = measure(model, model, batch_sizes=(1,), new_tokens=2, rounds=2)
     assert decode.failure is None
     assert other == Speed("prefill", 1, 46, failure="OutOfMemoryError: CUDA out of memory")
+
+
+@pytest.fixture
+def as_cuda(monkeypatch):
+    """The CPU counts as a CUDA device."""
+
+    class Device:
+        type, index = "cuda", None
+
+    monkeypatch.setattr(packing, "device_named", lambda _: Device())
+    monkeypatch.setattr(packing.nn.Module, "to", lambda module, *_: module)
+    check = packing.check_parity
+    monkeypatch.setattr(
+        packing, "check_parity", lambda *a, **options: check(*a, **options | {"device": CPU})
+    )
+
+
+@pytest.mark.usefixtures("as_cuda")
+@pytest.mark.parametrize("form", ["packed", "bitmask"])
+def test_an_export_on_a_gpu_measures_packed_layers(form, llama, monkeypatch, tmp_path, capsys):
+    """All but the clock."""
+    timing = Timing(3000.0, 3000.0, 3000.0)
+
+    def found(dense, packed):
+        assert not any(isinstance(m, Sparse24Linear) for m in dense.modules())
+        assert any(isinstance(m, Sparse24Linear) for m in packed.modules())
+        yield Speed("decode", 1, 128, timing, replace(timing, median=2000.0))
+
+    monkeypatch.setattr(packing, "measure", found)
+    main([str(llama), "--format", form, "--out", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    assert ("1.50" in shown and "Speed" in shown) == (form == "packed")
+    assert len(report["speed"]) == (form == "packed")
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_an_export_whose_speed_cannot_be_measured_is_kept(llama, monkeypatch, tmp_path, capsys):
+    def fails(_):
+        raise RuntimeError("CUDA driver error")
+
+    monkeypatch.setattr(packing, "load", fails)
+    main([str(llama), "--out", str(tmp_path / "out")])
+    assert "speed not measured: RuntimeError: CUDA driver error" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @of_llama
