@@ -17,13 +17,11 @@ from export.speed import COLUMNS, Speed, rows
 from mrp_lightning.environment import command, versions
 from mrp_lightning.errors import counted
 from mrp_lightning.models.checkpoint import model_class
-from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import NAME as CARD
 from mrp_lightning.records.model_card import (
     in_markdown,
     made_by,
     new_card,
-    with_perplexities,
     with_section,
 )
 from mrp_lightning.storage.files import save_text, visible_files
@@ -274,9 +272,6 @@ def _write_card(report: ExportReport, directory: Path) -> None:
     text = new_card("Pruned model")
     if (source.path / CARD).is_file():
         text = (source.path / CARD).read_text("utf-8", "replace")
-    if (source.path / evaluation.NAME).is_file():
-        scores = evaluation.read(source.path)
-        text = with_perplexities(text, scores.perplexity, scores.dense)
     text = with_section(text, _TITLES[report.format], [*lines, *made_by(command())])
     (directory / CARD).write_text(text, encoding="utf-8")
 

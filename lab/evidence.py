@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pandas as pd
+from lines import line_styles
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from tables import bits_of, on_paper
@@ -33,7 +34,7 @@ from tables import bits_of, on_paper
 from mrp_lightning.commands import numbers
 from mrp_lightning.commands.parser import Parser
 from mrp_lightning.experiments.design import Sweep
-from mrp_lightning.experiments.pictures import INK, Picture, line_styles, picture
+from mrp_lightning.experiments.pictures import INK, Picture, picture
 from mrp_lightning.experiments.runs import TRIAL, RunDirectory, read_run
 from mrp_lightning.experiments.scores import Table, markdown, scores_of, text
 from mrp_lightning.experiments.sweep import read_sweep

@@ -3,19 +3,23 @@
 The first is of two weights, the second of a layer of the embedded model.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import matplotlib
 import numpy as np
 import torch
+from lines import color_of
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, STYLE, color_of
+from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, STYLE
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "method"
 LAYER = "model.layers.1.mlp.up_proj"

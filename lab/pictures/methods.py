@@ -4,12 +4,16 @@ They are of the embedded model at 70%, calibrated on 32 windows of 512 tokens.
 """
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import matplotlib
 import torch
+from lines import color_of, line_styles, marker_of
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -18,14 +22,7 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.experiments.pictures import (
-    PAPER,
-    RULE,
-    STYLE,
-    color_of,
-    line_styles,
-    marker_of,
-)
+from mrp_lightning.experiments.pictures import PAPER, RULE, STYLE
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "methods"
 SPARSITY = 0.7

@@ -72,8 +72,3 @@ def memory(value: float) -> str:
         if value >= size:
             return f"{value / size:,.2f} {unit}"
     return f"{value:,.0f} B"
-
-
-def signed(value: float, write: Callable[[float], str]) -> str:
-    """Format a number with its sign, a non-breaking minus if it is negative."""
-    return f"{'−' if value < 0 else '+'}{write(abs(value))}"

@@ -1,11 +1,11 @@
 """The HTML page about runs: one self-contained file, without scripts and network access."""
 
 import base64
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
-from math import isfinite
+from itertools import cycle
+from math import inf, isfinite
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -16,16 +16,8 @@ from markupsafe import Markup
 from mrp_lightning.commands import numbers
 from mrp_lightning.commands.numbers import MISSING, Write
 from mrp_lightning.environment import __version__
-from mrp_lightning.errors import counted
 from mrp_lightning.experiments.groups import ModelRuns, find_models, plain
-from mrp_lightning.experiments.pictures import (
-    Part,
-    Picture,
-    Scale,
-    color_of,
-    draw_lines,
-    stack_and_number,
-)
+from mrp_lightning.experiments.pictures import SERIES, Picture, draw_lines
 from mrp_lightning.experiments.runs import RunDirectory
 from mrp_lightning.experiments.scores import (
     RELATIVE_LOSS,
@@ -43,63 +35,33 @@ _LAYER_ROWS = 2000
 """The largest number of layer rows on a page; with more, layers are not listed."""
 _WORST = 5
 """The number of layers with the largest losses that a page of one result lists."""
-_LOSS = Scale("relative loss", numbers.relative_loss)
 _LOSS_TEXT = "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖²."
 _ERROR_TEXT = (
     "The error is ‖y − y_d‖² / ‖y_d‖² over the windows that tuning did not see, for the "
     "outputs y of the block and y_d of the block in the dense model."
 )
+_WRITE: dict[str, Write] = {
+    **dict.fromkeys(("sparsity", "share", "zeros_before"), numbers.percent),
+    **dict.fromkeys(("relative_loss", "error_before", "error_after"), numbers.relative_loss),
+    **dict.fromkeys(("seconds", "cpu_seconds"), numbers.seconds),
+    **dict.fromkeys(("peak_memory", "peak_rss", "weight_bytes"), numbers.memory),
+}
+"""The formats of values in reports by their keys; others depend on their type."""
 
-_Columns = Mapping[str, tuple[str, Write]]
-"""The headers and the formats of values, by their keys."""
-_LAYERS: _Columns = {
-    "sparsity": ("sparsity", numbers.percent),
-    "relative_loss": ("relative loss", numbers.relative_loss),
-    "loss": ("loss", numbers.number),
-    "target.loss": ("target loss", numbers.number),
-    "grid.bits": ("bits", numbers.count),
-    "grid.zeros_loss": ("loss of the zeros", numbers.number),
-    "grid.grid_loss": ("loss of the grid", numbers.number),
-    "damping": ("λ", numbers.number),
-    "iterations": ("iterations", numbers.count),
-    "gap": ("gap", numbers.number),
-    "tokens": ("tokens", numbers.count),
-    "dead_inputs": ("dead inputs", numbers.count),
-    "shared_hessian": ("shared Hessian", numbers.number),
-    "seconds": ("seconds", numbers.seconds),
-    "peak_memory": ("peak memory", numbers.memory),
-}
-_BLOCKS: _Columns = {
-    "sparsity": ("sparsity", numbers.percent),
-    "error_before": ("error before", numbers.relative_loss),
-    "error_after": ("error after", numbers.relative_loss),
-    "epoch": ("epoch", numbers.count),
-    "seconds": ("seconds", numbers.seconds),
-}
-_RUNS: _Columns = {
-    "layers": ("layers pruned", numbers.count),
-    "skipped": ("left dense", numbers.count),
-    "weights": ("weights", numbers.count),
-    "removed": ("weights removed", numbers.count),
-    "relative_loss": ("relative layer loss", numbers.relative_loss),
-    "seconds": ("seconds", numbers.seconds),
-    "cpu_seconds": ("CPU seconds", numbers.seconds),
-    "peak_rss": ("peak memory", numbers.memory),
-    "weight_bytes": ("weight files", numbers.memory),
-}
+_Colors = Mapping[str, str]
+"""The colours of groups by their labels."""
 
 
-def _table(
-    caption: str,
-    head: str,
-    columns: _Columns,
-    rows: Sequence[tuple[str, str, Mapping[str, Any]]],
-    group: str = "sparsity",
-) -> Table:
-    """Return a table of rows (group, name, values by key), without empty columns."""
-    used = [key for key in columns if any(row[2].get(key) is not None for row in rows)]
-    cells = [(of, name, *(columns[k][1](values.get(k)) for k in used)) for of, name, values in rows]
-    return Table(caption, (head, *(columns[k][0] for k in used)), cells, group)
+@dataclass(frozen=True)
+class Part:
+    """A part of a page: a text, pictures, tables, and parts that are folded away inside it."""
+
+    title: str
+    text: str = ""
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+    folds: Sequence["Part"] = ()
+    folded: bool = False  # until its content is asked for
 
 
 class Note(NamedTuple):
@@ -129,7 +91,8 @@ def make_page(
         command: The command that makes the page again, which the page shows.
     """
     models, sections = find_models(runs), list[dict[str, Any]]()
-    several = f"{name}: {len(models)} models"
+    labels = dict.fromkeys(group.label for model in models for group in model.groups)
+    colors = dict(zip(labels, cycle(SERIES[4:] + SERIES[:4]), strict=False))  # the accent first
     for number, model in enumerate(models, start=1):
         frame = ScoreFrame(model)
         sections.append(
@@ -139,9 +102,10 @@ def make_page(
                 "title": _title_of(model),
                 "headline": list(headline(frame)),
                 "notes": notes(model),
-                "parts": _parts_of(frame),
+                "parts": list(filter(None, _parts_of(frame, colors))),
             }
         )
+    several = f"{name}: {len(models)} models"
     # Undefined names raise and values are escaped: names of layers and paths are the user's, and a
     # page may be published.
     environment = Environment(
@@ -154,57 +118,52 @@ def make_page(
         sections=sections,
         version=__version__,
         command=command,
-        color=color_of,
+        colors=colors,
         css=_read("style.css"),
     )
 
 
-def _parts_of(frame: ScoreFrame) -> list[Part]:
-    """Return the parts of a page that are not empty: scores, losses, the rest."""
+def _parts_of(frame: ScoreFrame, colors: _Colors) -> Iterator[Part | None]:
+    """Yield the parts of a page, `None` for those without content."""
     model, zero_shot = frame.model, zero_shot_table(frame)
-    parts = [_results_part(frame), zero_shot and Part("Zero-shot", tables=[zero_shot])]
-    parts += [_loss_part(model), _block_part(model), _dense_part(model), _settings_part(model)]
-    return [part for part in parts if part]
+    yield _results_part(frame, colors)
+    yield Part("Zero-shot", tables=[zero_shot]) if zero_shot else None
+    yield _loss_part(model, colors)
+    yield _block_part(model)
+    yield _dense_part(model)
+    yield _settings_part(model)
 
 
 def _title_of(model: ModelRuns) -> str:
     """Return the name of a model with the settings and methods of its groups."""
-    names = list(dict.fromkeys(group.trial.label for group in model.originals))
-    if len(model.originals) == 1:
-        names = [model.originals[0].label]
-    if not names:
+    labels = list(dict.fromkeys(group.label for group in model.originals))
+    if not labels:
         return model.name
-    methods = names[0] if len(names) == 1 else f"{len(names)} methods"
-    return f"{model.name}, {', '.join(model.by_setting(model.groups))} by {methods}"
+    by = labels[0] if len(labels) == 1 else f"{len(labels)} methods"
+    return f"{model.name}, {', '.join(model.settings)} by {by}"
 
 
 def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
-    """Yield the scores and costs of a single group, else the perplexities of the dense model."""
-    groups = frame.model.originals
-    if len(groups) > 1:
+    """Yield the scores and costs of a single group, before and after; nothing for several."""
+    if len(frame.model.originals) != 1:
         return
-    key, dense = (groups[0].setting, groups[0].label) if groups else ("", ""), ("", "dense")
-    means, texts = frame.means, frame.texts
+    (group,) = frame.model.originals
+    rows = [("", "dense")] * bool(frame.model.dense) + [(group.setting, group.label)]
     for score in filter(lambda score: score.is_perplexity, frame.scores):
-        values = [row for row in (dense, key) if row in means.index and texts.loc[row, score]]
+        values = [frame.means.loc[row, score] for row in rows]
         details = [f"context {score.context}" if score.context else "", frame.detail(score)]
-        if len(values) == 2 and means.loc[values, score].map(isfinite).all():
-            change = 100 * (means.loc[key, score] / means.loc[dense, score] - 1)
-            details.insert(0, numbers.signed(change, "{:.1f}%".format))
-        if values and (key in values or not groups):
-            written = " → ".join(texts.loc[row, score] for row in values)
-            details = [detail for detail in details if detail]
-            yield _HeadValue(f"Perplexity on {named(score.of)}", written, ", ".join(details))
-    if not groups:
-        return
-    report = groups[0].runs[0].report
+        if len(values) == 2 and all(map(isfinite, values)):
+            details.insert(0, f"{100 * (values[1] / values[0] - 1):+.1f}%")
+        shown = " → ".join(frame.texts.loc[row, score] or MISSING for row in rows)
+        yield _HeadValue(
+            f"Perplexity on {named(score.of)}", shown, ", ".join(filter(None, details))
+        )
+    report = group.runs[0].report
     assert report is not None  # groups consist of pruned runs
     totals = report.totals
-    loss = texts.loc[key].get(RELATIVE_LOSS, MISSING) or MISSING
+    loss = frame.texts.loc[rows[-1]].get(RELATIVE_LOSS, MISSING)
     yield _HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
-    if of_all := totals.get("model_weights"):
-        removed += f", {numbers.percent(totals['removed'] / of_all)} of all"
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
     yield _HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)
     for copy in frame.model.groups:
@@ -213,48 +172,37 @@ def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
             yield _HeadValue("Weight files", numbers.memory(fmean(sizes)), of)
 
 
-def _results_part(frame: ScoreFrame) -> Part | None:
+def _results_part(frame: ScoreFrame, colors: _Colors) -> Part | None:
     """Return perplexity, loss and time of all groups; `None` if nothing was measured."""
     table = results_table(frame)
     if table is None:
         return None
-    by_setting = frame.model.by_setting()
-    compared = any(len(groups) > 1 for groups in by_setting.values())
+    compared = max(frame.model.settings.values(), default=0) > 1
     text = "Lower is better; the lowest of each sparsity is bold." if compared else ""
-    pictures = [
-        picture
-        for score in frame.scores
-        if score.is_perplexity and compared
-        for picture in _perplexity_picture(frame, score)
-    ]
+    perplexities = [score for score in frame.scores if score.is_perplexity and compared]
+    drawn = [_by_setting(frame, score, colors) for score in perplexities]
     title = "What changed" if len(frame.model.originals) == 1 else "Results"
-    return Part(title, text, [table], pictures)
+    return Part(title, text, [table], list(filter(None, drawn)))
 
 
-def _perplexity_picture(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
-    """Draw a line for each group over the settings, and one for the dense model."""
-    means = frame.means[score].dropna()
+def _by_setting(frame: ScoreFrame, score: Score, colors: _Colors) -> Picture | None:
+    """Draw the finite values of each group over the settings, and that of the dense model."""
+    means = frame.means[score]
     finite = means[means.map(isfinite)]
-    lost = [f"{label} at {setting}" for setting, label in means.index.difference(finite.index)]
-    lines = finite[finite.index.get_level_values("setting") != ""].unstack(sort=False)
+    dense = finite.get(("", "dense"))
+    lines = finite.unstack("label", sort=False).drop(index="", errors="ignore")
+    lines = lines.dropna(axis="columns", how="all")
     if lines.empty:
-        return
-    if ("", "dense") in finite:
-        lines.insert(0, "dense", finite["", "dense"])
-    caption = f"Perplexity on {named(score.of)}, by sparsity."
-    caption += f" Not finite: {', '.join(lost)}." if lost else ""
-    scale = Scale(str(score), score.write, zero=False)
-    yield draw_lines(caption, lines, _methods(frame.model), scale, across="")
+        return None
+    if dense is not None:
+        lines.insert(0, "dense", dense)
+    return draw_lines(f"Perplexity on {named(score.of)}, by sparsity.", lines, colors, score)
 
 
-def _methods(model: ModelRuns) -> dict[str, str | None]:
-    return {group.label: group.method for group in model.rows}
-
-
-def _loss_part(model: ModelRuns) -> Part | None:
+def _loss_part(model: ModelRuns, colors: _Colors) -> Part | None:
     """Return losses by block, and the largest ones of a single group; `None` without losses."""
     rows = [
-        (group.setting, group.label, run.name, layer.block or "", layer.name, layer.relative_loss)
+        (group.setting, group.label, layer.block or "others", layer.name, layer.relative_loss)
         for group in model.originals
         for run in group.runs
         for layer in run.pruned_layers
@@ -262,66 +210,49 @@ def _loss_part(model: ModelRuns) -> Part | None:
     ]
     if not rows:
         return None
-    losses = pd.DataFrame(rows, columns=["setting", "label", "run", "block", "name", "loss"])
-    pictures = list(_by_block(model, losses))
+    losses = pd.DataFrame(rows, columns=["setting", "label", "block", "name", "loss"])
+    means = losses.groupby(["setting", "block", "label"], sort=False)["loss"].mean()
+    pictures = []
+    for setting, of_setting in means.groupby(level="setting", sort=False):
+        lines = of_setting.droplevel("setting").unstack("label", sort=False)
+        if len(lines) > 1:
+            caption = f"Relative loss, mean over the layers of a block, by block at {setting}."
+            pictures.append(draw_lines(caption, lines, colors, RELATIVE_LOSS))
     if len(model.originals) > 1:
         return Part("Where it lost", _LOSS_TEXT, pictures=pictures) if pictures else None
-    means = losses.groupby("name")["loss"].mean()
-    largest = means.sort_values(ascending=False, kind="stable").head(_WORST)
-    cells = [("", str(name), _LOSS.write(float(loss))) for name, loss in largest.items()]
-    caption = f"The {len(cells)} of {len(means)} layers that lost most"
+    by_layer = losses.groupby("name")["loss"].mean()
+    largest = by_layer.sort_values(ascending=False, kind="stable").head(_WORST)
+    cells = [("", str(name), RELATIVE_LOSS.write(float(loss))) for name, loss in largest.items()]
+    caption = f"The {len(cells)} of {len(by_layer)} layers that lost most"
     table = Table(caption, ("layer", "relative loss"), cells)
     return Part("Where it lost", _LOSS_TEXT, [table], pictures)
-
-
-def _by_block(model: ModelRuns, losses: pd.DataFrame) -> Iterator[Picture]:
-    """Yield a picture for each setting: a line for each group, the mean over its runs."""
-    # Sorted by list and number; the layers outside of blocks, whose block is "", come last.
-    numbered = {block: stack_and_number(block) for block in dict.fromkeys(losses["block"])}
-    lists = [stack for stack, _ in numbered.values()]
-    blocks = sorted(
-        numbered, key=lambda b: (not b, lists.index(numbered[b][0]), numbered[b][1] or 0)
-    )
-    if len(blocks) < 2:
-        return
-    by_block = losses.groupby(["setting", "block", "label"], sort=False)["loss"].mean()
-    for setting, means in by_block.groupby(level="setting", sort=False):
-        lines = means.droplevel("setting").unstack(sort=False).reindex(index=blocks)
-        caption = f"Relative loss, mean over the layers of a block, by block at {setting}."
-        yield draw_lines(caption, lines, _methods(model), _LOSS)
 
 
 def _block_part(model: ModelRuns) -> Part | None:
     """Return the blocks of each group's first run; `None` without tuning or allocation."""
     rows = [
-        (f"{group.setting}, {group.label}", block.name, vars(block))
+        (f"{group.setting}, {group.label}", block.name, {**vars(block), "name": None})
         for group in model.originals
         if (report := group.runs[0].report) is not None
         for block in report.blocks
     ]
     if not rows:
         return None
-    table = _table("Blocks of the first run of each result", "block", _BLOCKS, rows, "result")
+    table = _table("Blocks of the first run of each result", "block", rows, "result")
     return Part("Blocks", _ERROR_TEXT, [table], folded=True)
 
 
 def _dense_part(model: ModelRuns) -> Part | None:
-    """Return the layers that were left dense, by kind and reason."""
-    layers = pd.DataFrame(
-        [
-            (layer.skipped, without_numbers(layer.name), layer.name, run.name)
-            for group in model.originals
-            for run in group.runs
-            for layer in run.layers
-            if layer.skipped is not None
-        ],
-        columns=["reason", "layers", "number", "in runs"],
-    )
-    if layers.empty:
+    """Return the layers that were left dense in any run, by reason and kind."""
+    names: dict[tuple[str, str], set[str]] = {}
+    for layer in (layer for group in model.originals for run in group.runs for layer in run.layers):
+        if layer.skipped is not None:
+            kind = (layer.skipped, without_numbers(layer.name))
+            names.setdefault(kind, set()).add(layer.name)
+    if not names:
         return None
-    counts = layers.groupby(["reason", "layers"], sort=False).nunique().astype(str)
-    rows = counts.reset_index().to_numpy().tolist()
-    table = Table("Layers that were left dense", ("layers", *counts), rows, "why")
+    rows = [(*kind, str(len(layers))) for kind, layers in names.items()]
+    table = Table("Layers that were left dense", ("layers", "number"), rows, "why")
     return Part("Left dense", tables=[table], folded=True)
 
 
@@ -331,13 +262,12 @@ def _settings_part(model: ModelRuns) -> Part:
         (
             ", ".join(filter(None, [group.setting, group.label])),
             run.name,
-            {**(run.report.totals if run.report else {}), "weight_bytes": run.weight_bytes},
+            {"weight_bytes": run.weight_bytes, **(run.report.totals if run.report else {})},
         )
         for group in model.rows
         for run in group.runs
     ]
-    table = _table("Runs", "directory", _RUNS, rows)
-    folds = [Part(f"Runs ({len(model.runs)})", tables=[table])]
+    folds = [Part(f"Runs ({len(model.runs)})", tables=[_table("Runs", "directory", rows)])]
     reports = [run.report for run in model.runs if run.report]
     if reports:
         arguments = _values_table("Arguments of the runs", "argument", [r.config for r in reports])
@@ -369,17 +299,38 @@ def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]])
 
 def _layer_table(run: RunDirectory) -> Table:
     """Return a table of the layers of a run, those left dense last."""
-    layers = sorted(run.layers, key=lambda layer: layer.skipped is not None)
     rows = []
-    for layer in layers:
-        values: dict[str, Any] = {}
-        for key, value in asdict(layer).items():
-            nested = value if isinstance(value, dict) else {}
-            values |= {f"{key}.{name}": each for name, each in nested.items()} or {key: value}
-        values["shape"] = " × ".join(map(str, layer.shape))
-        rows.append(("" if layer.skipped is None else "left dense", layer.name, values))
-    shape: Any = {"shape": ("shape", str)}
-    return _table(f"Layers of {run.name}", "layer", shape | _LAYERS, rows)
+    for layer in sorted(run.layers, key=lambda layer: layer.skipped is not None):
+        shown = asdict(layer) | {"shape": " × ".join(map(str, layer.shape))}
+        shown |= dict.fromkeys(("name", "method", "skipped", "block"))
+        for part in ("grid", "target", "zeros"):
+            shown |= {f"{part}_{key}": value for key, value in (shown.pop(part) or {}).items()}
+        rows.append(("" if layer.skipped is None else "left dense", layer.name, shown))
+    return _table(f"Layers of {run.name}", "layer", rows)
+
+
+def _table(
+    caption: str,
+    head: str,
+    rows: Sequence[tuple[str, str, Mapping[str, Any]]],
+    group: str = "sparsity",
+) -> Table:
+    """Return a table of rows (group, name, values by key), without empty columns."""
+    values = pd.DataFrame([row[2] for row in rows], dtype=object)  # whole numbers stay whole
+    values = values.dropna(axis="columns", how="all")
+    cells = [
+        (of, name, *map(_written, values, line))
+        for (of, name, _), line in zip(rows, values.to_numpy(), strict=True)
+    ]
+    return Table(caption, (head, *(key.replace("_", " ") for key in values)), cells, group)
+
+
+def _written(key: str, value: Any) -> str:
+    """Format a value of a report."""
+    if pd.isna(value):
+        return MISSING
+    kinds = {int: numbers.count, float: numbers.number}
+    return (_WRITE.get(key) or kinds.get(type(value), str))(value)
 
 
 def _read(name: str) -> str:
@@ -391,59 +342,38 @@ def notes(model: ModelRuns) -> list[Note]:
     """Return the notes on the runs of a model; a note on several runs is listed once."""
     runs: dict[str, list[str]] = {}
     for run in model.runs:
-        for text in (*_run_notes(run), *_layer_notes(run)):
+        for text in _notes_on(run):
             runs.setdefault(text, []).append(run.name)
-    doubts = [Note(doubt) for doubt in model.doubts]
-    return [*doubts, *(Note(text, names) for text, names in runs.items())]
+    return [Note(text, names) for text, names in runs.items()]
 
 
-def _run_notes(run: RunDirectory) -> Iterator[str]:
+def _notes_on(run: RunDirectory) -> Iterator[str]:
+    """Yield what weakens the result of a run; the table of its layers has the amounts."""
+    layers, tolerance = run.pruned_layers, run.config.get("tolerance")
     if run.report is None:
         return
     if not run.complete:
         yield (
-            f"Incomplete: the run ended after {len(run.pruned_layers)} pruned layers. "
+            f"Incomplete: the run ended after {len(layers)} pruned layers. "
             "All others were left as they were."
         )
-    if earlier := run.report.totals.get("already_pruned"):
-        yield f"{earlier} of {len(run.pruned_layers)} layers had the pattern before."
     if zeros := run.report.totals.get("zeros_before"):
         yield f"{zeros:.0%} of the weights were zero before: losses are against them as they were."
-
-
-def _layer_notes(run: RunDirectory) -> Iterator[str]:
-    """Yield a note for each kind of problem that layers have, with the worst layer."""
-    layers, tolerance = run.pruned_layers, run.config.get("tolerance")
-    if isinstance(tolerance, int | float):
-        near = f"may be further from the optimal loss than the tolerance of {tolerance:.0e}"
-        gaps = {x: x.gap for x in layers if x.gap and x.gap > tolerance}
-        how = "by at most {0.gap:.1e}, relative to it."
-        yield from _worst(gaps, near.replace("e-", "e−"), how)
-    raised = {x: x.raised_damping for x in layers if x.raised_damping}
-    more = "{0.raised_damping:g}. More calibration tokens would help."
-    yield from _worst(raised, "needed more damping than was asked for", more)
-    if fallen := sum(bool(x.fallback_mask) for x in layers):
-        yield f"{fallen} layers have another mask than the method's, which lost more."
-    dead = {x: x.dead_inputs / x.shape[1] for x in layers if x.dead_inputs}
-    of_all = "{0.dead_inputs:,} of {0.shape[1]:,}."
-    yield from _worst(dead, "had input features that were always 0", of_all)
-    own = [x.target.own for x in layers if x.target and x.target.own]
-    for reason, number in Counter(own).items():
-        yield f"{number} of {len(layers)} layers kept their own target: {reason}."
-    if helped := sum(bool(x.shared_hessian) for x in layers):
-        yield (
-            f"{helped} experts saw fewer tokens than they have input features; the Hessian of "
-            "all experts' tokens made up for it. More calibration data would help them."
-        )
-    alone = [x for x in layers if x.tokens is not None and not x.shared_hessian]
-    few = {x: 1 - (x.tokens or 0) / x.shape[1] for x in alone if (x.tokens or 0) < x.shape[1]}
-    tokens = "{0.tokens:,} for {0.shape[1]:,}. More calibration data would help."
-    yield from _worst(few, "saw fewer tokens than they have input features", tokens)
-
-
-def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> Iterator[str]:
-    """Yield the number of layers that have a problem, and its amount in the worst of them."""
-    if badness:
-        worst = max(badness, key=lambda layer: badness[layer])
-        of_worst = amount.format(worst).replace("e-", "e−")
-        yield f"{counted(len(badness), 'layer')} {problem}: {worst.name} {of_worst}"
+    largest = tolerance if isinstance(tolerance, int | float) else inf
+    near = f"may be further from the optimal loss than the tolerance of {largest:g}"
+    problems: dict[str, Callable[[LayerReport], object]] = {
+        near: lambda x: (x.gap or 0) > largest,
+        "had the pattern before": lambda x: x.zeros and x.zeros.had_pattern,
+        "needed more damping than was asked for; more calibration tokens would help": (
+            lambda x: x.raised_damping
+        ),
+        "have another mask than the method's, which lost more": lambda x: x.fallback_mask,
+        "had input features that were always 0": lambda x: x.dead_inputs,
+        "kept their own target": lambda x: x.target and x.target.own,
+        "saw fewer tokens than they have input features; more calibration data would help": (
+            lambda x: x.shared_hessian or (x.tokens is not None and x.tokens < x.shape[1])
+        ),
+    }
+    for problem, has in problems.items():
+        if number := sum(bool(has(layer)) for layer in layers):
+            yield f"{number} of {len(layers)} layers {problem}."

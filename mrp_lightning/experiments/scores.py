@@ -239,7 +239,7 @@ class Table:
         group: The header of the groups.
         details: A second line of headers.
         best: The cells that are the best of their group, by group, name and header.
-        methods: The canonical methods of rows, which decide their colours, by name.
+        colored: Whether the names of rows are labels, which pictures draw in colours.
         kind: The content of the cells: `number` or `text`.
     """
 
@@ -249,7 +249,7 @@ class Table:
     group: str = "sparsity"
     details: Mapping[str, str] = field(default_factory=dict)
     best: Collection[tuple[str, str, str]] = ()
-    methods: Mapping[str, str | None] = field(default_factory=dict)
+    colored: bool = False
     kind: str = "number"
 
     def groups(self) -> dict[str, list[tuple[str, list[tuple[str, bool]]]]]:
@@ -304,7 +304,7 @@ def _score_table(
         cells.reset_index().to_numpy().tolist(),
         details={str(score): frame.detail(score) for score in scores},
         best={(of, label, str(score)) for of, label, score in frame.lowest(lower_is_better)},
-        methods={group.label: group.method for group in frame.model.groups},
+        colored=True,
     )
 
 

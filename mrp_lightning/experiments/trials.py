@@ -44,7 +44,7 @@ def canonical_method(name: str) -> str:
 
 
 def method_rank(method: str) -> int:
-    """Return the position of a canonical method, which decides its colour and marker."""
+    """Return the position of a canonical method in tables."""
     return _ORDER.index(method)
 
 

@@ -62,15 +62,10 @@ class Evaluation:
 def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
     """Add scores to `evaluation.json`; those of other texts and tasks stay as they are.
 
-    Perplexities are also written into the card of a pruned model in the same directory.
-
     `scores` are fields of `Evaluation`; `None` adds nothing. The directory is made if need be. A
     FormatError is raised if the existing file cannot be read, which is left as it is. The result is
     the path of the file.
     """
-    # Imported late: who only reads scores, or names their types, need not wait for torch.
-    from mrp_lightning.records.model_card import add_perplexities
-
     path = Path(directory) / NAME
     recorded = read(directory) if path.exists() else Evaluation()
     added = {key: value for key, value in scores.items() if value is not None}
@@ -82,8 +77,6 @@ def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
     content = replace(recorded, **{**added, **by_name, "versions": recorded.versions | versions()})
     text = as_json({"format_version": FORMAT_VERSION, **asdict(content)})
     save_ours(path, text, adds=True)
-    # The scores are on the disk by then: a card that cannot be changed loses none of them.
-    add_perplexities(path.parent, content.perplexity, content.dense)
     return path
 
 

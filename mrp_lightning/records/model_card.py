@@ -11,7 +11,6 @@ from huggingface_hub import ModelCardData
 
 from mrp_lightning.errors import counted
 from mrp_lightning.records.report import PruningReport, is_of_vocabulary_alone
-from mrp_lightning.storage.files import save_ours
 
 NAME = "README.md"
 _RECIPE = (
@@ -52,7 +51,7 @@ def model_card(
         _how(report),
         "",
         f"- base model: `{name}`" if name else None,
-        *_vocabulary(report.vocabulary),
+        _vocabulary(report.vocabulary),
         *([] if alone else _done(report)),
         None if num_bytes is None else f"- bytes of the weights: {num_bytes:,}",
         _grid(config),
@@ -80,9 +79,8 @@ def new_card(title: str, lines: Sequence[str] = (), **metadata: Any) -> str:
 
 
 def with_section(card: str, title: str, lines: Sequence[str]) -> str:
-    """Return a card with a section at its end, which replaces an earlier one of this title."""
-    section = re.compile(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", re.S)
-    text = section.sub("", card).rstrip() + "\n\n" + "\n".join([f"## {title}", "", *lines]) + "\n"
+    """Return a card with a section at its end."""
+    text = "\n".join([card.rstrip(), "", f"## {title}", "", *lines, ""])
     # A file name that is no UTF-8 has surrogates, which no card can hold.
     return text.encode("utf-8", "replace").decode()
 
@@ -97,55 +95,6 @@ def made_by(*commands: str | None) -> list[str]:
 def in_markdown(text: str) -> str:
     """Escape a text from elsewhere for a line of Markdown, so that it makes no markup or cell."""
     return escape(" ".join(text.split()), quote=False).translate(_ESCAPED)
-
-
-def with_perplexities(
-    card: str,
-    perplexity: Mapping[str, Mapping[str, Any]],
-    dense: Mapping[str, Mapping[str, Any]] | None = None,
-) -> str:
-    """Return a card with perplexities, as in `Evaluation`, beside the dense model's in a section.
-
-    Texts without finite `perplexity`, `context` and `tokens` are left out.
-    """
-    complete = {
-        text: scores
-        for text, scores in perplexity.items()
-        if None not in (scores.get(key) for key in ("perplexity", "context", "tokens"))
-    }
-    if not complete:
-        return card
-    rows = [
-        f"| {in_markdown(text)} | {_next_to_dense(scores, (dense or {}).get(text))} "
-        f"| {scores['context']} | {scores['tokens']:,} |"
-        for text, scores in complete.items()
-    ]
-    header = ["text", "dense model", "this model", "ratio", "context", "tokens"]
-    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    return with_section(card, "Perplexity", [*lines, *rows])
-
-
-def _next_to_dense(scores: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
-    """Return the cells of a model's perplexity, with the dense model's on the same windows."""
-    dense_value, value = (dense or {}).get("perplexity"), scores["perplexity"]
-    if not dense_value:  # 0 or `None` gives no ratio
-        return f"– | {value:.3f} | –"
-    return f"{dense_value:.3f} | {value:.3f} | {value / dense_value:.4g}"
-
-
-def add_perplexities(
-    directory: Path,
-    perplexity: Mapping[str, Mapping[str, Any]],
-    dense: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Write perplexities into a directory's README.md, if there is one that names mrp-lightning."""
-    file = directory / NAME
-    if not file.is_file():
-        return
-    card = file.read_text("utf-8", "replace")
-    # A card that somebody else wrote is not changed.
-    if "mrp-lightning" in card:
-        save_ours(file, with_perplexities(card, perplexity, dense), adds=True)
 
 
 def _removes(config: Mapping[str, Any]) -> bool:
@@ -218,26 +167,15 @@ def _grid(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _vocabulary(vocabulary: Mapping[str, Any]) -> list[str]:
-    """Return the lines on a cut vocabulary; none without one."""
+def _vocabulary(vocabulary: Mapping[str, Any]) -> str | None:
+    """Return the line on a cut vocabulary, if it was cut."""
     if not vocabulary:
-        return []
+        return None
     before, after = vocabulary["model_weights"]
-    lines = [
+    return (
         f"- vocabulary: {vocabulary['kept']:,} of {vocabulary['size']:,} tokens; other text takes "
         f"more of them ({after:,} of {before:,} weights)"
-    ]
-    for name, (tokens, more) in vocabulary["tokens"].items():
-        lines.append(f"  - {in_markdown(name)}: {more / max(tokens, 1):.3g} times the tokens")
-    if held_out := vocabulary.get("held_out"):
-        (one, other), (bits, more_bits) = (
-            held_out[key] for key in ("bytes_per_token", "bits_per_byte")
-        )
-        lines.append(
-            f"- held-out text: {other:.3g} bytes a token ({one:.3g} before), {more_bits:.4g} bits "
-            f"a byte ({bits:.4g})"
-        )
-    return lines
+    )
 
 
 def _kept(narrowed: Mapping[str, Any]) -> str:

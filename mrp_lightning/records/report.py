@@ -216,14 +216,7 @@ class PruningReport:
             )
         # Sums over the layers are computed anew; `layers`, which is their number among the totals,
         # is the list of rows in the report.
-        report = as_dataclass(cls, {**totals, **content}, source, remedy)
-        names = {row.block for row in report.layers}
-        if unknown := [repr(row.name) for row in report.blocks if row.name not in names]:
-            raise FormatError(
-                f"{source}: `blocks` names blocks that no layer is in: {', '.join(unknown)}. "
-                f"{remedy[0].upper()}{remedy[1:]}."
-            )
-        return report
+        return as_dataclass(cls, {**totals, **content}, source, remedy)
 
 
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:

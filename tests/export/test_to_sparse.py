@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 import export
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
-from mrp_lightning.records import evaluation as records
 from mrp_sparse.formats.sparse24 import SPARSE24, pack
 
 from .conftest import Exported, logits, refusal, thin_out, write_report
@@ -307,18 +306,15 @@ def test_signals_are_the_callers_again_afterwards(tmp_path, capsys):
 
 
 CARD = "---\nlicense: mit\ntags: [pruned]\n---\n\n# Tiny, pruned with mrp-lightning\n"
-SCORES = {"perplexity": 28.0, "loss": 1.0, "context": 128, "windows": 2, "tokens": 254}
 
 
 def test_the_card_is_the_pruned_models_with_how_to_load_it(llama, tmp_path, monkeypatch):
     (llama / "README.md").write_text(CARD)
-    records.record(llama, perplexity={"c4": SCORES}, dense={"c4": SCORES})
     main([str(llama), "--out", str(tmp_path / "out")])
     text = (tmp_path / "out" / "README.md").read_text()
     data = huggingface_hub.ModelCard(text).data
     assert data.to_dict().keys() == {"license", "tags"}
     assert text.split("---\n")[2].startswith(CARD.split("---\n")[2])
-    assert "| c4 | 28.000 | 28.000 | 1 | 128 | 254 |" in text
     assert "14 layers take 0.5625 of their bytes" in text
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert f"Its weight files have {size:,} bytes, those of the pruned" in text

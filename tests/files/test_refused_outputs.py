@@ -119,11 +119,11 @@ def test_without_a_manifest_nothing_is_replaced(damage, tmp_path):
 def test_what_is_added_later_is_ours_too_and_what_is_changed_is_not(tmp_path):
     make(tmp_path / "model", "README.md")
     save_ours(tmp_path / "model" / "evaluation.json", "{}", adds=True)
-    save_ours(tmp_path / "model" / "README.md", "with a perplexity", adds=True)
+    save_ours(tmp_path / "model" / "README.md", "longer", adds=True)
     make(tmp_path / "model" / "report-figures", "a.png")
     check_output_dir(tmp_path / "model", overwrite=True)
     (tmp_path / "model" / "README.md").write_text("mine")
-    save_ours(tmp_path / "model" / "README.md", "mine, and a perplexity", adds=True)
+    save_ours(tmp_path / "model" / "README.md", "mine, and more", adds=True)
     with pytest.raises(FileExistsError, match=r"replaced: README\.md \(changed\)\. Name"):
         check_output_dir(tmp_path / "model", overwrite=True)
 

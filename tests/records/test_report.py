@@ -172,17 +172,6 @@ def test_a_report_that_is_not_there_is_said_to_be_so(tmp_path):
         PruningReport.load(tmp_path / "pruning_report.json")
 
 
-def test_blocks_that_no_layer_is_in_are_refused(directory):
-    rows = [LayerReport(name="m.0.up", shape=(2, 4), block="m.0")]
-    config = {"method": "SM", "pattern": "2:4"}
-    for name in ("m.0", "x"):
-        path = PruningReport(config, rows, blocks=[BlockReport(name=name)]).save(directory)
-        if name == "m.0":
-            assert PruningReport.load(path).blocks[0].name == name
-    with pytest.raises(FormatError, match=r"`blocks` names blocks that no layer is in: 'x'"):
-        PruningReport.load(path)
-
-
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pruning_report.json")
     with pytest.raises(FormatError, match=r"pruning_report\.json is no file\. Move it away"):
