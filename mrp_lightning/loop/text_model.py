@@ -17,6 +17,7 @@ from mrp_lightning.models.loading import (
     find_tokenizer,
     load_text_model,
     load_tokenizer,
+    warn_of_rounding,
 )
 from mrp_lightning.text.windows import Cutter
 
@@ -64,6 +65,8 @@ class TextModel(ExactValues):
         source = os.fspath(model)
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.model = load_text_model(source, as_dtype(dtype), **hub)
+        if dtype is None:
+            warn_of_rounding(self.model)
         self.tokenizer: Any = (
             load_tokenizer(tokenizer, **hub) if tokenizer else find_tokenizer(source, **hub)
         )

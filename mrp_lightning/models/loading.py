@@ -34,6 +34,7 @@ from mrp_lightning.errors import (
     FormatError,
     OptionError,
     TargetError,
+    counted,
 )
 from mrp_lightning.models.checkpoint import (
     build_without_weights,
@@ -330,6 +331,46 @@ def cast(
             cast[key] = tensor.to(wanted)
         result[name] = cast[key]
     return result
+
+
+def warn_of_rounding(model: PreTrainedModel) -> None:
+    """Warn if a model that was loaded in the dtype of its configuration lost digits of its files.
+
+    float32 tensors whose values are those of 16 bits lose none. The values are read up to the first
+    tensor that does: the rest may be more than memory holds. bfloat16 has more exponents than
+    float16 and fewer digits, so that either of them rounds the other.
+    """
+    state = model.state_dict()
+    rounded = 0
+    loses_digits = False
+    kinds: set[tuple[torch.dtype, torch.dtype]] = set()
+    for name, tensor in _published(model):
+        dtype = state[name].dtype if name in state else tensor.dtype
+        if _rounds(dtype, tensor.dtype):
+            rounded += 1
+            kinds.add((tensor.dtype, dtype))
+            loses_digits = loses_digits or not torch.equal(tensor, tensor.to(dtype).to(tensor))
+    if loses_digits:
+        stored, dtypes = (
+            " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in kind}))
+            for kind in zip(*kinds, strict=True)
+        )
+        log.warning(
+            "`model`: %s in the files of %s %s %s, and the configuration says %s: all are rounded "
+            "to it, here and in what is saved. `dtype: %s` (`--dtype %s`) keeps them.",
+            *(counted(rounded, "tensor"), model.name_or_path, "is" if rounded == 1 else "are"),
+            *(stored, dtypes, *(2 * [stored.rpartition(" ")[2]])),
+        )
+
+
+def _rounds(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether a floating dtype lacks values of another one: digits, or large or small ones.
+
+    `torch.promote_types`, which would give a dtype for both, refuses float8.
+    """
+    own, other = torch.finfo(dtype), torch.finfo(stored)
+    is_short = own.eps > other.eps or own.max < other.max
+    return is_short or own.smallest_normal > other.smallest_normal
 
 
 def _published(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -102,7 +102,40 @@ def test_the_precision_of_a_model_of_the_hub_is_found(tiny_llama, monkeypatch, t
         assert not wider_dtypes(made, torch.bfloat16, as_published=True)
 
 
-def test_pickled_float32_weights_are_kept_if_it_is_asked_for(tiny_llama, tmp_path):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_configuration_that_rounds_its_files_is_said(streaming, build, tmp_path, caplog):
+    """Unless nothing is lost, the rounding is asked for, or transformers keeps the tensor."""
+    kept = publish(build("deepseek_v3"), tmp_path, "model.norm.weight")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert len(kept) == 3
+    for added, is_said in ((2**-12, True), (0.0, False)):
+        values = weights["model.norm.weight"].bfloat16().float() + added
+        save_file(weights | {"model.norm.weight": values}, tmp_path / "model.safetensors")
+        for dtype in (None, "bfloat16", "float32"):
+            caplog.clear()
+            module = CausalLM(tmp_path, dtype=dtype, streaming=streaming)
+            loses = module.model.model.norm.weight.float() != values
+            assert bool(loses.any()) == (is_said and dtype != "float32")
+            said = f"1 tensor in the files of {tmp_path} is float32, and the configuration says bf"
+            assert (said in caplog.text) == (is_said and dtype is None), caplog.text
+            assert ("rounded" in caplog.text) == (is_said and dtype is None)
+
+
+@pytest.mark.parametrize(("value", "is_said"), [(2.0**-30, True), (2.0**-10, False)])
+def test_a_configuration_of_other_16_bits_rounds_too(value, is_said, tiny_llama, tmp_path, caplog):
+    """bfloat16 holds 2⁻³⁰, float16 ends at 2⁻²⁴."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    loaded = CausalLM(tmp_path).model
+    assert bool((loaded.model.norm.weight == 0).all()) == is_said
+    assert ("are bfloat16, and the configuration says float16" in caplog.text) == is_said
+
+
+def test_pickled_float32_weights_are_rounded_only_with_a_word(tiny_llama, tmp_path, caplog):
     shutil.copytree(tiny_llama, tmp_path / "source")
     directory = tmp_path / "source"
     weights = load_file(directory / "model.safetensors")
@@ -111,6 +144,7 @@ def test_pickled_float32_weights_are_kept_if_it_is_asked_for(tiny_llama, tmp_pat
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
     assert CausalLM(directory).model.dtype == torch.float16
+    assert f"{len(weights)} tensors in the files of {directory} are float32" in caplog.text
     save_pretrained(CausalLM(directory, dtype="float32").model, directory / "again")
     for name, tensor in load_file(directory / "again" / "model.safetensors").items():
         assert torch.equal(tensor, weights[name].float()), name
