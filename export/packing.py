@@ -30,6 +30,7 @@ from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import OptionError, first_line
+from mrp_lightning.records import evaluation
 from mrp_lightning.storage.files import output_path, save_text
 from mrp_lightning.storage.json_files import as_json, read_json
 from mrp_lightning.storage.outputs import check_output_dir, save_directory
@@ -173,6 +174,8 @@ class Packed(Target[ExportReport]):
         is_chosen = job.options.activations is not None or job.options.check_only
         if not is_chosen and not report.parity.rounding_is_free:
             _keep_activations(report.parity, directory, report.notes)
+        if not job.options.check_only:
+            _leave_out_scores(report, directory)
         if report.parity.text is None:
             is_model = bool(job.source.config)
             reason = "the model predicts no next token" if is_model else "the module is your own"
@@ -215,6 +218,16 @@ def _keep_activations(parity: Parity, directory: Path, notes: list[str]) -> None
         change = text.perplexity_after / text.perplexity_before - 1
         reason = f"it would change the perplexity of {text.text} by {change:+.1%}"
     notes.append(f"activations are not rounded: {reason} (`--activations int8` rounds them)")
+
+
+def _leave_out_scores(report: ExportReport, directory: Path) -> None:
+    """Delete the copied scores of a checkpoint whose head or activations the export rounds."""
+    path, scores = directory / "config.json", directory / evaluation.NAME
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    rounds = report.head or config.get("quantization_config", {}).get("activations")
+    if rounds and scores.is_file():
+        scores.unlink()
+        report.notes.append(f"{scores.name} not copied: rounding changes the scores; evaluate again")
 
 
 def _measure(job: Job, report: ExportReport, directory: Path) -> None:

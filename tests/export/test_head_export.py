@@ -61,6 +61,17 @@ def settings(packed, **head):
     return config
 
 
+def test_scores_of_the_whole_head_are_not_those_of_the_rounded_one(source, capsys):
+    scores = source / "evaluation.json"
+    scores.write_text(json.dumps({"perplexity": {"text": {"perplexity": 9.0}}}))
+    main([str(source), "--head-bits", "8", "--device", "cpu", "--overwrite"])
+    assert "evaluation.json not copied" in " ".join(capsys.readouterr().out.split())
+    main([str(source), "--out", str(source.with_name("exact")), "--device", "cpu"])
+    copies = [source.with_name(name) / scores.name for name in ("llama-sparse24", "exact")]
+    assert [copy.exists() for copy in copies] == [False, True]
+    assert scores.exists()
+
+
 @both
 def test_the_files_hold_what_loading_would_make(source, packed, ids):
     before, after = (load_file(path / "model.safetensors") for path in (source, packed))
