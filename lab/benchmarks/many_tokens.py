@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import cpu
 import quantised
+import random_layers
 import torch
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
         linear = nn.Linear(columns, rows, bias=False, dtype=options.dtype).requires_grad_(False)
         layer = quantised.layer_of(linear, side).to(options.dtype)
         layer = layer if side == quantised.DENSE else OneWay(layer, options.way)
-        contestants.append(cpu.Copies(layer, options.cold_mib * 2**20))
+        contestants.append(random_layers.Copies(layer, options.cold_mib * 2**20))
     for tokens in options.tokens:
         x = torch.randn(tokens, columns).to(options.dtype)
         times: list[list[float]] = [[] for _ in contestants]
@@ -88,7 +88,7 @@ def main() -> None:
             torch.set_num_threads(threads)
             for shape in options.layers:
                 title = f"{shape}, threads: {threads}"
-                cpu.table(title, header, time_layer(shape, options), write)
+                random_layers.table(title, header, time_layer(shape, options), write)
                 sys.stdout.flush()
 
 

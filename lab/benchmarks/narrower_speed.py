@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import cpu
 import llama_bench
+import random_layers
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -104,7 +104,9 @@ def main() -> None:
     header = ("by", "model", "MiB", "tokens/s", "least", "bytes", "time")
     print(f"{machine(torch.device('cpu'))}.")
     with TemporaryDirectory() as place:
-        cpu.table("Decoding", header, iter(measure(options, Path(place))), sys.stdout.write)
+        random_layers.table(
+            "Decoding", header, iter(measure(options, Path(place))), sys.stdout.write
+        )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cpu
 import few_bits
+import random_layers
 import torch
 from torch import Tensor, nn
 
@@ -40,11 +40,7 @@ from mrp_sparse.kernels import library
 from mrp_sparse.packed_linear import PackedLinear
 
 SHAPES = ("4096x4096", "5632x2048", "1536x576")
-SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_attention_heads": 9}
-SMOLLM2 |= {"num_key_value_heads": 3, "intermediate_size": 1536, "num_hidden_layers": 30}
-SMOLLM2 |= {"vocab_size": 49152, "tie_word_embeddings": True}
-cpu.MODELS["SmolLM2-135M"] = SMOLLM2
-MODELS = ("SmolLM2-135M", "TinyLlama-1.1B", "LLaMA-3.2-1B")
+MODELS = ("SmolLM2-135M",)
 DENSE, INT4, ROUNDED = "dense bf16", "PyTorch int4", ", activations 8 bits"
 HEAD = ", head 8 bits"
 OURS = ("50%", "2:4", "70%", "50% 4 bits", "2:4 4 bits", "70% 4 bits")
@@ -66,12 +62,14 @@ def layer_of(linear: nn.Linear, side: str) -> nn.Module:
     if side == DENSE:
         return linear
     if side == INT4:
-        return cpu.FourBit(linear)
+        return random_layers.FourBit(linear)
     sparsity = side.split()[0]
     if "4 bits" not in side:
-        return cpu.packed(linear, sparsity)
+        return random_layers.packed(linear, sparsity)
     linear.weight.data = on_grid(
-        cpu.pruned(linear.out_features, linear.in_features, cpu.SPARSITIES[sparsity])
+        random_layers.pruned(
+            linear.out_features, linear.in_features, random_layers.SPARSITIES[sparsity]
+        )
     )
     layer = Bitmask4Linear.from_linear(linear)
     layer.eight_bit_activations = ROUNDED in side
@@ -100,7 +98,7 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
     sides = {}
     for side in (DENSE, *OURS, INT4):
         linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        sides[side] = cpu.Copies(layer_of(linear, side), options.cold_mib * 2**20)
+        sides[side] = random_layers.Copies(layer_of(linear, side), options.cold_mib * 2**20)
     x = torch.randn(1, columns).bfloat16()
     found = []
     with torch.inference_mode():
@@ -125,7 +123,7 @@ def model_sizes(name: str, sides: Sequence[str]) -> Iterator[list[str]]:
     """Rows of the table of a model's shape: bits of its blocks, and bytes that a token reads."""
     for side in sides:
         torch.manual_seed(0)
-        model = cpu.model_of(name).requires_grad_(False)
+        model = random_layers.model_of(name).requires_grad_(False)
         head = model.get_output_embeddings()
         for path, linear in list(model.named_modules()):
             if isinstance(linear, nn.Linear) and linear is not head:
@@ -138,7 +136,7 @@ def model_sizes(name: str, sides: Sequence[str]) -> Iterator[list[str]]:
         blocks = blocks or [m for m in others if isinstance(m, nn.Linear)]
         weights = sum(m.in_features * m.out_features for m in blocks)
         bits = 8 * sum(map(storage_bytes, blocks)) / weights
-        yield [name, side, f"{bits:.2f}", f"{cpu.bytes_of_step(model) / 2**20:.0f}"]
+        yield [name, side, f"{bits:.2f}", f"{random_layers.bytes_of_step(model) / 2**20:.0f}"]
 
 
 def write_costs(options: argparse.Namespace, write: Callable[[str], None]) -> None:
@@ -153,7 +151,7 @@ def write_costs(options: argparse.Namespace, write: Callable[[str], None]) -> No
             yield [cost.weights, cost.way, f"{cost.bits:.2f}", f"{cost.perplexity:.2f}", ratio]
 
     header = ("weights", "by", "bits a weight", "perplexity", "× dense")
-    cpu.table(f"Perplexity, {options.sweep_model}", header, rows(), write)
+    random_layers.table(f"Perplexity, {options.sweep_model}", header, rows(), write)
 
 
 def main() -> None:
@@ -176,10 +174,10 @@ def main() -> None:
     times = ("µs", "median", "× dense", "× int4")
     for shape in options.layers:
         header = ("rows×columns", "weights", "bits a weight", *times)
-        cpu.table(shape, header, time_layer(shape, options), write)
+        random_layers.table(shape, header, time_layer(shape, options), write)
     for name in options.models:
         header = ("model", "weights", "bits a weight of the blocks", "MiB a token reads")
-        cpu.table(name, header, model_sizes(name, options.sides), write)
+        random_layers.table(name, header, model_sizes(name, options.sides), write)
     if options.sweep:
         torch.set_num_threads(os.cpu_count() or 1)  # nothing is timed any more
         write_costs(options, write)
