@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _KEY = "kept_values"
 """The key of an optimizer's state for the values."""
@@ -42,11 +41,13 @@ def plain_moments(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
     `torch.load` cannot bring torchao's tensors to another device, as Lightning asks it to.
     """
+    from torchao.optim.subclass_8bit import OptimState8bit
+
     plain = {}
     for parameter, values in state.items():
         plain[parameter] = dict(values)
         for name, value in values.items():
-            if is_traceable_wrapper_subclass(value):
+            if isinstance(value, OptimState8bit):
                 names, context = value.__tensor_flatten__()
                 parts = {part: getattr(value, part) for part in names}
                 plain[parameter][name] = {_PARTS: parts, "context": context}
@@ -55,13 +56,13 @@ def plain_moments(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def moments_of_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of an optimizer of which `plain_moments` returned the argument."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
     moments = {}
     for parameter, values in state.items():
         moments[parameter] = dict(values)
         for name, value in values.items():
             if isinstance(value, Mapping) and _PARTS in value:
-                from torchao.optim.subclass_8bit import OptimState8bit
-
                 parts = value[_PARTS], value["context"]
                 moments[parameter][name] = OptimState8bit.__tensor_unflatten__(*parts)
     return moments
