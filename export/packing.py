@@ -227,7 +227,7 @@ def _leave_out_scores(report: ExportReport, directory: Path) -> None:
     rounds = report.head or config.get("quantization_config", {}).get("activations")
     if rounds and scores.is_file():
         scores.unlink()
-        report.notes.append(f"{scores.name} not copied: rounding changes the scores; evaluate again")
+        report.notes.append(f"{scores.name} not copied: rounding changes the scores")
 
 
 def _measure(job: Job, report: ExportReport, directory: Path) -> None:
