@@ -85,6 +85,7 @@ _WARNINGS = (
     ".*`tensorboardX` has been removed",
     ".*LeafSpec.* is deprecated",
     ".*does not have many workers.*",
+    "OptimState8bit does not implement _stable_hash",
     ".*LightningCLI's args parameter is intended to run from within Python",
 )
 """The beginnings of the warnings that are silenced, as regular expressions."""
