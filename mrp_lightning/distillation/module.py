@@ -165,6 +165,12 @@ class Distillation(CausalLM):
                 "Leave it out, or train with `strategy: ddp`.",
                 "train_embeddings",
             )
+        if self.moment_bits == 8:
+            raise OptionError(
+                "a sharded model divides moments of 32 bits among its processes. Leave it out, or "
+                "train with `strategy: ddp`.",
+                "moment_bits",
+            )
         from torch.distributed.fsdp import fully_shard
 
         for model in (self.model, self.teacher.model):

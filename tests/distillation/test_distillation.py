@@ -194,6 +194,14 @@ def test_moments_have_32_or_8_bits(pair):
         Distillation(*pair, moment_bits=4)
 
 
+@pytest.mark.parametrize("options", [{"train_embeddings": True}, {"moment_bits": 8}])
+def test_a_sharded_model_takes_not_all_options(options, pair, monkeypatch):
+    module = Distillation(*pair, **options)
+    monkeypatch.setattr(Distillation, "device_mesh", {"data_parallel": None})
+    with pytest.raises(OptionError, match=f"`{next(iter(options))}`.* sharded model"):
+        module.configure_model()
+
+
 def own_text(**options):
     return DistillationText(tokens=640, sequence_length=32, batch_size=4, seed=1, **options)
 
