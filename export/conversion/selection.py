@@ -20,7 +20,7 @@ from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.grid import Grid, grid_of_bits
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.storage.files import OTHER_WEIGHTS
-from mrp_lightning.targets.blocks import listed, matches, require_matches
+from mrp_lightning.targets.blocks import LEAST_SPARSITY, listed, matches, require_matches
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
@@ -175,8 +175,15 @@ class LayerChoice:
 
 def _form_of(choices: Sequence[LayerChoice], expected: set[str]) -> PackedFormat:
     """Return 2:4 if all layers are 2:4, else the bitmask."""
-    # Only layers that were to be pruned decide. Others may fit 2:4 by chance, or not at all.
-    wanted = [choice for choice in choices if choice.name in expected and choice.reason is None]
+
+    def decides(choice: LayerChoice) -> bool:
+        # Only layers that were to be pruned decide. Others may fit 2:4 by chance, or not at all. A
+        # report of a later step, such as a smaller vocabulary, names none: then zeros have to.
+        size = choice.shape[0] * choice.shape[1]
+        has_zeros = choice.kept <= (1 - LEAST_SPARSITY) * size
+        return choice.reason is None and (choice.name in expected if expected else has_zeros)
+
+    wanted = filter(decides, choices)
     return BITMASK if any(choice.broken_groups for choice in wanted) else SPARSE24
 
 

@@ -234,7 +234,7 @@ def not_finite(subject: str, counts: Mapping[str, int]) -> str:
     )
 
 
-_LEAST_SPARSITY = 0.05
+LEAST_SPARSITY = 0.05
 """The least fraction of zeros in a pruned layer: trained weights are zero by chance only."""
 
 
@@ -249,6 +249,6 @@ def pruned_layers(model: nn.Module) -> list[Layer]:
             if layer.key in first_layers or why_not_plain(layer) is not None:
                 continue
             zeros = int((layer.weight == 0).sum())
-            if _LEAST_SPARSITY * layer.weight.numel() <= zeros < layer.weight.numel():
+            if LEAST_SPARSITY * layer.weight.numel() <= zeros < layer.weight.numel():
                 first_layers[layer.key] = layer
     return list(first_layers.values())

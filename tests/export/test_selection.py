@@ -19,6 +19,7 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers, is_read_directly
 from export.to_sparse import main
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.plan import make_plan
 
@@ -65,6 +66,23 @@ def assert_same_logits(source: Path, kind: str, batches: list[dict[str, Any]]) -
         with torch.inference_mode():
             # Equal bits may be summed in another order where they lie elsewhere in memory.
             torch.testing.assert_close(after(**batch)[0], before(**batch)[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("sparsity", "form"), [(0.5, "bitmask"), (None, "sparse24")])
+def test_zeros_decide_where_the_report_names_no_layer(sparsity, form, prune, capsys):
+    """As after a cut of the vocabulary, whose report replaces that of the pruning."""
+    source = prune(families.build("llama"))
+    if sparsity is not None:
+        tensors = load_file(source / "model.safetensors")
+        random = torch.Generator().manual_seed(0)
+        for name, weight in tensors.items():
+            if "proj" in name:
+                weight.zero_()
+                weight[torch.rand(weight.shape, generator=random) >= sparsity] = 1.0
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    PruningReport({"vocabulary": 64, "base_model": "a"}, []).save(source)
+    main([str(source)])
+    assert source.with_name(f"model-{form}").is_dir()
 
 
 @pytest.mark.parametrize("family", ["vit", "swin", "bert", "t5", "gemma3n_text"])
