@@ -175,16 +175,15 @@ class LayerChoice:
 
 def _form_of(choices: Sequence[LayerChoice], expected: set[str]) -> PackedFormat:
     """Return 2:4 if all layers are 2:4, else the bitmask."""
-
-    def decides(choice: LayerChoice) -> bool:
-        # Only layers that were to be pruned decide. Others may fit 2:4 by chance, or not at all. A
-        # report of a later step, such as a smaller vocabulary, names none: then zeros have to.
-        size = choice.shape[0] * choice.shape[1]
-        has_zeros = choice.kept <= (1 - LEAST_SPARSITY) * size
-        return choice.reason is None and (choice.name in expected if expected else has_zeros)
-
-    wanted = filter(decides, choices)
-    return BITMASK if any(choice.broken_groups for choice in wanted) else SPARSE24
+    # Only layers that were to be pruned decide. Others may fit 2:4 by chance, or not at all.
+    packable = [choice for choice in choices if choice.reason is None]
+    if expected:
+        wanted = [choice for choice in packable if choice.name in expected]
+        return BITMASK if any(choice.broken_groups for choice in wanted) else SPARSE24
+    # The report of a later step, such as a cut of the vocabulary, names none: then most of those
+    # with zeros decide.
+    sparse = [x for x in packable if x.kept <= (1 - LEAST_SPARSITY) * x.shape[0] * x.shape[1]]
+    return BITMASK if 2 * sum(x.broken_groups > 0 for x in sparse) > len(sparse) else SPARSE24
 
 
 def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:

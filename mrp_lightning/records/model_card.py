@@ -64,17 +64,24 @@ def model_card(
     kind = f"with {_kept(narrowed)}" if narrowed else _kind(config)
     title = f"{Path(name).name if name else 'Model'}, {kind}"
     hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
-    text = new_card(title, [line for line in lines if line is not None], **hub)
+    text = new_card(title, [line for line in lines if line is not None], _tags(config), **hub)
     commands = [provenance.get("command"), provenance.get("trained", {}).get("command")]
-    recipe = [] if alone else ["```yaml", *_recipe(config), "```"]
-    text = with_section(text, "Recipe", [*recipe, *made_by(*commands)])
+    if not alone:
+        text = with_section(text, "Recipe", ["```yaml", *_recipe(config), "```"])
+    if made := made_by(*commands):
+        text = with_section(text, "Made by", made)
     dense = [f"- `{row.name}`: {row.skipped}" for row in report.layers if row.skipped is not None]
     return with_section(text, "Left dense", dense) if dense else text
 
 
-def new_card(title: str, lines: Sequence[str] = (), **metadata: Any) -> str:
-    """Return a card of a pruned model, with metadata as `ModelCardData` takes them."""
-    data = ModelCardData(tags=["pruned", "sparse"], **metadata)
+def new_card(
+    title: str,
+    lines: Sequence[str] = (),
+    tags: Sequence[str] = ("pruned", "sparse"),
+    **metadata: Any,
+) -> str:
+    """Return a card of a model, with metadata as `ModelCardData` takes them."""
+    data = ModelCardData(tags=list(tags), **metadata)
     return "\n".join(["---", data.to_yaml(), "---", "", f"# {title}", "", *lines]).rstrip() + "\n"
 
 
@@ -89,12 +96,19 @@ def made_by(*commands: str | None) -> list[str]:
     """Return the lines of a section with the commands that made a model; none if unknown."""
     # Without directories: a card is published, and they may hold names of users.
     known = [_DIRECTORIES.sub("", command) for command in commands if command]
-    return ["", "Made by:", "", "```", *known, "```"] if known else []
+    return ["```", *known, "```"] if known else []
 
 
 def in_markdown(text: str) -> str:
     """Escape a text from elsewhere for a line of Markdown, so that it makes no markup or cell."""
     return escape(" ".join(text.split()), quote=False).translate(_ESCAPED)
+
+
+def _tags(config: Mapping[str, Any]) -> list[str]:
+    """Return the tags of a model by what a run did to it: a smaller dense one has no zeros."""
+    if config.get("structure") or is_of_vocabulary_alone(config):
+        return ["pruned"]
+    return ["pruned", "sparse"] if _removes(config) else ["quantized"]
 
 
 def _removes(config: Mapping[str, Any]) -> bool:
@@ -236,6 +250,6 @@ def _recipe(config: dict[str, Any]) -> list[str]:
             f"  {key}: {json.dumps(value)}"
             for key, value in arguments.items()
             if (value is not None and value is not False and value != _DEFAULTS.get(key))
-            or key == "block_size"
+            or (key == "block_size" and not config.get("structure"))
         ),
     ]

@@ -134,3 +134,25 @@ def test_of_a_model_without_zeros_no_zeros_are_listed(report):
     assert "- before this run: cut to a vocabulary of 1,000\n" in model_card(
         report, "facebook/opt-125m"
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "tags"),
+    [
+        ({}, ["pruned", "sparse"]),
+        ({"pattern": None, "sparsity": 0.2, "structure": "neurons"}, ["pruned"]),
+        ({"pattern": None, "bits": 4, "group_size": 64}, ["quantized"]),
+    ],
+)
+def test_its_tags_say_what_was_done(changed, tags, report):
+    report.config.update(changed)
+    assert front_matter(model_card(report, None))["tags"] == tags
+
+
+def test_a_cut_of_the_vocabulary_has_no_recipe(report):
+    report.config = {"vocabulary": 1000, "base_model": None}
+    report.layers = []
+    card = model_card(report, None)
+    assert front_matter(card)["tags"] == ["pruned"]
+    assert "## Recipe" not in card
+    assert "## Made by\n\n```\npython -m mrp_lightning" in card
