@@ -42,6 +42,8 @@ def output_path(path: str | os.PathLike[str]) -> Path:
     OptionError is raised for a path that is invalid in every file system.
     """
     shown = reprlib.repr(os.fspath(path))
+    if not os.fspath(path):
+        raise OptionError("'' cannot be a path. Name a directory; `.` is the working directory.")
     if "\0" in os.fspath(path):
         raise OptionError(f"{shown} cannot be a path: it holds a NUL. Leave that out.")
     try:

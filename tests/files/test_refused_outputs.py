@@ -166,6 +166,7 @@ def test_what_stands_where_the_lock_is_to_be_is_named(tmp_path):
     [
         ("/tmp/" + "a" * 245, "a name of 245 bytes, more"),
         ("a" * 300 + "/x", "300 bytes"),
+        ("", "'' cannot be a path"),
         ("a\0b", "a NUL"),
         ("~no_such_user/x", r"'~no_such_user/x' begins with the home directory"),
     ],
