@@ -140,13 +140,18 @@ def _watch_launcher(launcher: int) -> None:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether a process has ended, or is a zombie, by Linux's `/proc`."""
+    """Return whether a process has ended, or is a zombie where `/proc` shows it."""
     if os.getppid() == process:
         return False
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
         return True
+    except PermissionError:
+        pass
+    return False
 
 
 @contextmanager
