@@ -272,7 +272,8 @@ def _write_card(report: ExportReport, directory: Path) -> None:
     text = new_card("Pruned model")
     if (source.path / CARD).is_file():
         text = (source.path / CARD).read_text("utf-8", "replace")
-    lines += ["", "Made by:", "", *made_by(command())]
+    if made := made_by(command()):
+        lines += ["", "Made by:", "", *made]
     text = with_section(text, _TITLES[report.format], lines)
     (directory / CARD).write_text(text, encoding="utf-8")
 

@@ -399,10 +399,10 @@ def _require_one_vocabulary(student: CausalLM, teacher: CausalLM) -> None:
 def needed_memory(module: Distillation, tokens: int, precision: str = "32-true") -> int:
     """Return about how many bytes a training step needs, beside both models.
 
-    Each kept weight has a float32 value and two moments of `moment_bits`, and each weight of a
-    pruned layer a place in a mask. Of two points of a step the larger counts: the end of the
-    forward pass, with all activations and the last step's float32 gradients of what is kept, or the
-    end of the backward pass, with the gradients of all trained weights. Activations are what
+    A kept weight has a float32 value and two moments of `moment_bits`, and a weight of a pruned
+    layer a byte in a mask. The rest is the larger of two sums: at the end of the forward pass all
+    activations and the last step's float32 gradients of kept weights, at the end of the backward
+    pass the gradients of all trained weights. Activations are what
     autograd saves for a few tokens, in proportion to the `tokens` of a batch: attention must not
     save its matrix of weights (`sdpa` does not). With gradient checkpointing they are those of one
     block, and the inputs of all. With `bf16-mixed` float32 matrices have a copy in bfloat16 until

@@ -186,12 +186,12 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
     for run in runs:
         key = (run.trial.setting, _label(run), *sorted(options[run].items()))
         groups.setdefault(key, []).append(run)
-    found = []
+    run_groups = []
     for (_, label, *own), of in groups.items():
         alike = [options[run] for run in runs if _label(run) == label]
         varied = [f"{key} {x}" for key, x in own if any(x != other.get(key) for other in alike)]
-        found.append(RunGroup(of, ", ".join([label, *varied])))
-    return found
+        run_groups.append(RunGroup(of, ", ".join([label, *varied])))
+    return run_groups
 
 
 def _label(run: RunDirectory) -> str:

@@ -178,8 +178,9 @@ class CausalLM(ExactValues):
         if location is None:
             self.model: Any = _given(model, kind, revision, **attention)
         elif streaming:
-            found = load_streamed(location, kind, _blocks_by_name, **attention, **hub)
-            self.model, self.streamed = found
+            self.model, self.streamed = load_streamed(
+                location, kind, _blocks_by_name, **attention, **hub
+            )
         else:
             self.model = load_model(location, kind, **attention, **hub)
         if location is not None and kind is None:  # else the rounding was asked for

@@ -335,6 +335,14 @@ def test_a_model_without_a_card_gets_one(exports, tmp_path):
     assert "import export" in text
 
 
+def test_a_card_names_no_command_where_none_is_known(llama, monkeypatch):
+    for command, is_named in ((None, False), ("mrp-lightning export a", True)):
+        monkeypatch.setattr("export.report.command", lambda command=command: command)
+        main([str(llama), "--overwrite"])
+        text = (llama.with_name("llama-sparse24") / "README.md").read_text()
+        assert ("Made by:" in text) == is_named
+
+
 def test_the_dense_form_has_the_pruned_models(llama):
     (llama / "README.md").write_text(CARD)
     main([str(llama), "--format", "dense"])
