@@ -132,7 +132,9 @@ def prune_and_compare(
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
     """Return a sentence on the layers, the settings and the text of the pruning."""
-    verb = "quantised" if isinstance(settings.recipe.pattern, Dense) else "pruned"
+    verb = "quantised to" if isinstance(settings.recipe.pattern, Dense) else "pruned to"
+    if settings.structure is not None:
+        verb = "pruned:"
     text = f"{subject.source}."
     if subject.has_files and subject.calibration.own_windows:
         text = f"{subject.source} and of text that the model writes itself."
@@ -143,7 +145,7 @@ def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
     num = len(plan.blocks) if of_blocks else plan.num_layers
     return (
         f"{counted(num, 'block' if of_blocks else 'layer')} {'is' if num == 1 else 'are'} to "
-        f"be {verb} to {amount(settings)} by {method(settings)}, calibrated on "
+        f"be {verb} {amount(settings)} by {method(settings)}, calibrated on "
         f"{counted(subject.num_samples, 'window')} of {text}"
     )
 
@@ -161,11 +163,10 @@ def _expectation(subject: Subject, plan: Plan, settings: Settings) -> str:
 
 
 def amount(settings: Settings) -> str:
-    """Return what is removed and the grid of the rest, such as `2:4+4bit`."""
+    """Return what is removed and the grid of the rest, such as `2:4+4bit` or `20% fewer blocks`."""
     if settings.structure is None:
         return str(settings.recipe)
-    of = "the blocks" if settings.structure == BLOCKS else f"their {settings.structure}"
-    return f"{percent(1 - (settings.sparsity or 0))} of {of}"
+    return f"{percent(settings.sparsity or 0)} fewer {settings.structure}"
 
 
 def method(settings: Settings) -> str:

@@ -387,7 +387,7 @@ def _misfit(
     verb = "do" if len(causes) > 1 else "does"
     return PatternError(
         f"{' and '.join(causes)} {verb} not fit {counted(len(reasons), 'layer')}. Name them in "
-        f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed(reasons)}"
+        f"`ignore`, or leave them dense by `skip_indivisible`:\n{listed(reasons)}"
     )
 
 

@@ -205,6 +205,11 @@ def test_a_recipe_is_shown_as_what_it_is():
     assert (amount(settings), method(settings)) == ("3:4+4bit", "JM, dense target, tuned")
 
 
+def test_of_fewer_units_the_removed_part_is_shown():
+    settings = _settings(_parser().parse_args(["model", "--structure=blocks", "--sparsity=0.2"]))
+    assert amount(settings) == "20% fewer blocks"
+
+
 def test_help_has_a_text_on_each_setting():
     texts = {action.dest: action.help for action in _parser(["--help"])._actions}
     assert all(texts[field.name] for field in fields(Settings) if field.init)
@@ -269,7 +274,7 @@ def test_what_a_pattern_does_not_divide_is_told_by_the_options(tiny_llama, text,
     with pytest.raises(SystemExit):
         main(["prune", str(tiny_llama), "--pattern=7:9", f"--text={text}", *SMALL])
     shown = capsys.readouterr().err
-    assert "`ignore`, or leave them dense with `skip_indivisible: true`" in shown
+    assert "`ignore`, or leave them dense by `skip_indivisible`" in shown
     assert "layers.*.mlp.down_proj (2 layers): " in shown
 
 
