@@ -227,10 +227,16 @@ def _parser() -> Any:
     )
     add_model_options(parser)
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--pattern", help="N:M, as for the callback")
-    amount.add_argument("--sparsity", type=float, help="fraction of the weights, as there")
-    for name in ("targets", "ignore", "blocks"):
-        parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help="as for the callback")
-    parser.add_argument("--skip-indivisible", action="store_true", help="as for the callback")
+    amount.add_argument("--pattern", help="N:M: N of every M consecutive weights of a row stay")
+    amount.add_argument("--sparsity", type=float, help="the fraction of the weights to remove")
+    names = {
+        "targets": "the layers to prune (default: all in the blocks except routers)",
+        "ignore": "layers to leave dense",
+        "blocks": "the lists of blocks, such as model.layers, or single blocks",
+    }
+    for name, text in names.items():
+        parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help=text)
+    text = "leave layers dense whose columns are no multiple of M, instead of an error"
+    parser.add_argument("--skip-indivisible", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print every layer as JSON")
     return parser
