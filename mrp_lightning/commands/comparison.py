@@ -109,7 +109,7 @@ def prune_and_compare(
     if distilled is not None:
         assert first.save_dir is not None
         subject.model = distilled.load(first.save_dir)  # that which a resumed run distils, too
-    pruned = final = subject.evaluate("pruned model", console)
+    pruned = final = subject.evaluate(f"{_done(first.settings)} model", console)
     if distilled is not None:
         assert isinstance(subject.model, CausalLM)  # else `check` has refused it
         text = distilled.data(subject.data)
@@ -132,20 +132,18 @@ def prune_and_compare(
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
     """Return a sentence on the layers, the settings and the text of the pruning."""
-    verb = "quantised to" if isinstance(settings.recipe.pattern, Dense) else "pruned to"
-    if settings.structure is not None:
-        verb = "pruned:"
+    to = " to" if settings.structure is None else ":"
     text = f"{subject.source}."
     if subject.has_files and subject.calibration.own_windows:
         text = f"{subject.source} and of text that the model writes itself."
     if not subject.has_files:
-        text = "text that the model writes itself. Text that is like yours is given by `--text "
-        text += "FILE`: it is then evaluated on, too."
+        text = "text that the model writes itself. Give text like its later input by `--text "
+        text += "FILE`: the model is then evaluated on it, too."
     of_blocks = settings.structure == BLOCKS
     num = len(plan.blocks) if of_blocks else plan.num_layers
     return (
         f"{counted(num, 'block' if of_blocks else 'layer')} {'is' if num == 1 else 'are'} to "
-        f"be {verb} {amount(settings)} by {method(settings)}, calibrated on "
+        f"be {_done(settings)}{to} {amount(settings)} by {method(settings)}, calibrated on "
         f"{counted(subject.num_samples, 'window')} of {text}"
     )
 
@@ -160,6 +158,11 @@ def _expectation(subject: Subject, plan: Plan, settings: Settings) -> str:
         "before; small models, few bits and busy machines take longer. If it is interrupted, "
         "the same command goes on where it was."
     )
+
+
+def _done(settings: Settings) -> str:
+    """Return the word for a model from which weights are removed, or for one with fewer bits."""
+    return "quantised" if isinstance(settings.recipe.pattern, Dense) else "pruned"
 
 
 def amount(settings: Settings) -> str:

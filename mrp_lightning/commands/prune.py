@@ -368,8 +368,7 @@ def _next_steps(
     directory = shlex.quote(str(out))
     runnable = directory  # the directory for `generate`: a packed copy, if there is one
     kind = encoder or "AutoModelForCausalLM"
-    subject = "smaller" if settings is None else "pruned"
-    lines = [f"The {subject} model is in {out}; {kind}.from_pretrained loads it. Next:"]
+    lines = [f"The result is in {out}; {kind}.from_pretrained loads it. Next:"]
     for conversion in conversions:
         result = shlex.quote(str(conversion.out))
         if conversion.command == "gguf":

@@ -382,7 +382,7 @@ def test_windows_do_not_depend_on_the_size_of_batches(tiny_llama, text, capsys):
     dense = [score["perplexity"] for score in scores[::2]]
     assert dense == pytest.approx([dense[0]] * 2, rel=1e-5)
     shown = capsys.readouterr().out
-    assert f"The pruned model is in {outs[1]};" in shown
+    assert f"The result is in {outs[1]};" in shown
     _, report = re.findall(r"mrp-lightning report (.*)", shown)
     assert shlex.split(report) == [outs[1]]
 
