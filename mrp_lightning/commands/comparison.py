@@ -181,6 +181,7 @@ def method(settings: Settings) -> str:
         "dense target" * (settings.target == "dense"),
         "allocation by output" * (settings.allocation == "output"),
         "tuned" * (settings.block_tuning is not None),
+        "balanced" * settings.balance,
     ]
     return ", ".join(filter(None, parts))
 

@@ -210,6 +210,11 @@ def test_of_fewer_units_the_removed_part_is_shown():
     assert amount(settings) == "20% fewer blocks"
 
 
+def test_a_balanced_grid_is_shown_as_balanced():
+    settings = _settings(_parser().parse_args(["model", "--grid=int4-g64", "--balance"]))
+    assert (amount(settings), method(settings)) == ("int4-g64", "JM, balanced")
+
+
 def test_help_has_a_text_on_each_setting():
     texts = {action.dest: action.help for action in _parser(["--help"])._actions}
     assert all(texts[field.name] for field in fields(Settings) if field.init)
