@@ -2,8 +2,8 @@
 
     python examples/one_matrix.py
 
-Prunes one matrix to 2:4 by SparseGPT and by the multiple-removal optimum, and compares the errors
-of its outputs on inputs that the calibration did not see.
+Prunes one matrix to 2:4 by four methods, and compares the errors of its outputs on inputs that the
+calibration did not see.
 """
 
 import torch
