@@ -33,8 +33,6 @@ _OF_RUN = (
     *("learning_rate", "seed", "dtype", "moment_bits", "precision", "text_column"),
 )
 """The options that decide the result: an unfinished run of others is not gone on with."""
-_SHARE = 0.9
-"""The share of the available memory to fill: torch's allocator and files need some, too."""
 
 
 def main(args: list[str]) -> None:
@@ -199,28 +197,14 @@ def _distil(parser: CommandParser, options: Namespace) -> None:
 
 
 def _fit(module: "Distillation", options: Namespace) -> str:
-    """Return what memory training needs; recompute activations where they would not fit."""
-    from mrp_lightning.commands.distillation import training_device
-    from mrp_lightning.devices import available_memory
-    from mrp_lightning.distillation.module import needed_memory
+    """Return the sentence of `fit_memory`, with the options that need less if it does not fit."""
+    from mrp_lightning.commands.distillation import fit_memory
 
     tokens = options.batch_size * options.sequence_length
-    needed = needed_memory(module, tokens, options.precision)
-    device = training_device(options.accelerator)
-    available = available_memory(device)
-    if device.type == "cuda" and available is not None:  # both models come there
-        models = (module.model, module.teacher.model)
-        available -= sum(p.nbytes for model in models for p in model.parameters())
-    if available is None or needed <= _SHARE * available:
-        return f"Training needs about {needed / 2**30:.1f} GiB beside the two models."
-    module.gradient_checkpointing = True
-    fewer = needed_memory(module, tokens, options.precision)
-    text = (
-        f"Training needs about {needed / 2**30:.1f} GiB beside the two models, or "
-        f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "
-        f"{available / 2**30:.1f} are available."
+    text, fits = fit_memory(
+        module, tokens, precision=options.precision, accelerator=options.accelerator
     )
-    if fewer > _SHARE * available:
+    if not fits:
         advice = ["`--dtype bfloat16`"] if options.dtype != "bfloat16" else []
         advice += ["`--moment-bits 8`"] if options.moment_bits != 8 else []
         text += f" Give {' and '.join([*advice, 'a smaller `--batch-size`'])}."

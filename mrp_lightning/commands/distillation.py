@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
 from mrp_lightning.data.data_module import TextDataModule
-from mrp_lightning.distillation.module import Distillation, needed_disk
+from mrp_lightning.devices import available_memory
+from mrp_lightning.distillation.module import Distillation, needed_disk, needed_memory
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import OptionError
@@ -40,6 +41,8 @@ _WINDOWS = "windows.safetensors"
 _TOLERANCE = 1e-2
 """The relative distance to the optimal loss of a layer at which its compensation stops: training
 moves the kept weights much farther."""
+_SHARE = 0.9
+"""The share of the available memory to fill: torch's allocator and files need some, too."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,30 @@ def dense_dtype(precision: str) -> str | None:
     return "bfloat16" if precision == "bf16-mixed" else None
 
 
+def fit_memory(
+    module: Distillation, tokens: int, *, precision: str, accelerator: str
+) -> tuple[str, bool]:
+    """Return a sentence on the memory that steps of `tokens` need, and whether it is available.
+
+    Activations are computed again in the backward pass where they would not fit.
+    """
+    needed, device = needed_memory(module, tokens, precision), training_device(accelerator)
+    available = available_memory(device)
+    if device.type == "cuda" and available is not None:  # both models come there
+        models = (module.model, module.teacher.model)
+        available -= sum(p.nbytes for model in models for p in model.parameters())
+    if available is None or needed <= _SHARE * available:
+        return f"Training needs about {needed / 2**30:.1f} GiB beside the two models.", True
+    module.gradient_checkpointing = True
+    fewer = needed_memory(module, tokens, precision)
+    sentence = (
+        f"Training needs about {needed / 2**30:.1f} GiB beside the two models, or "
+        f"{fewer / 2**30:.1f} with activations that are computed again, as they will be; "
+        f"{available / 2**30:.1f} are available."
+    )
+    return sentence, fewer <= _SHARE * available
+
+
 @dataclass(frozen=True)
 class DistilledPruning:
     """A pruning with a distillation of what it keeps, before anything is rounded to few bits.
@@ -303,8 +330,16 @@ class DistilledPruning:
             precision = fast_precision(self.accelerator)
             narrow = dense_dtype(precision) or self.teacher["dtype"]
             teacher = CausalLM(**{**self.teacher, "dtype": narrow})
+            module = Distillation(source, teacher, dtype="float32")
+            memory, _ = fit_memory(
+                module,
+                data.batch_size * data.sequence_length,
+                precision=precision,
+                accelerator=self.accelerator,
+            )
+            log.info(memory)
             distil(
-                Distillation(source, teacher, dtype="float32"),
+                module,
                 data,
                 out,
                 dtype=dtype,
