@@ -101,7 +101,7 @@ def prune_and_compare(
     console.print(_announcement(subject, plan, settings))
     # The dense evaluation comes before the pruning, which changes the model in memory.
     dense, sizes = subject.evaluate("dense model", console), [subject.num_bytes]
-    console.print(_expectation(subject, plan, settings))
+    console.print(_expectation(subject, plan, settings, distils=distilled is not None))
     start = time.perf_counter()
     first = prune if distilled is None else distilled.pruning()
     if first.report is None:
@@ -148,15 +148,16 @@ def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
     )
 
 
-def _expectation(subject: Subject, plan: Plan, settings: Settings) -> str:
+def _expectation(subject: Subject, plan: Plan, settings: Settings, *, distils: bool) -> str:
     """Return a sentence on the expected time and memory."""
     work, writing = subject.estimate(plan, settings)
     part = f" ({roughly(writing.seconds)} of it to write own text)" * bool(writing.seconds)
+    more = " and without the distillation" * distils
     return (
         f"Pruning may take {roughly(work.seconds)}{part} and, beside the model, "
         f"{memory(work.num_bytes)} of memory. This is a rough estimate, with an evaluation as "
-        "before; small models, few bits and busy machines take longer. If it is interrupted, "
-        "the same command goes on where it was."
+        f"before{more}; small models, few bits and busy machines take longer. If it is "
+        "interrupted, the same command goes on where it was."
     )
 
 

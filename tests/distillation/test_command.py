@@ -318,6 +318,7 @@ def test_a_pruning_distils_before_it_rounds(
     main(prune)
     after, shown = weights(out), capsys.readouterr().out
     assert "Distilling on 640 tokens" in caplog.text
+    assert "an evaluation as before and without the distillation;" in " ".join(shown.split())
     name = r"2:4.q4_0, (distilled)?" if bits else "2:4, distilled"  # which may be wrapped
     row = rf"│ {name} +│ +[\d,.]+ │ +[\d.]+ │"
     assert re.search(row, shown)
