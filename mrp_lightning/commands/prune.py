@@ -413,7 +413,7 @@ def _first_sentences() -> dict[str, str]:
 def _add_settings(parser: CommandParser, *, with_help: bool) -> None:
     """Add an option without default for each of the `PruningArguments`."""
     hints, texts = get_type_hints(PruningArguments), _first_sentences() if with_help else {}
-    shown = parser.add_argument_group("what is done, as `Settings` documents it")
+    shown = parser.add_argument_group("amount and method")
     for name in _SETTINGS:
         kinds = {*(get_args(hints[name]) or [hints[name]])}
         option, text = f"--{name.replace('_', '-')}", texts.get(name)
