@@ -332,6 +332,22 @@ def test_a_student_that_lost_nothing_is_warned_of(pair, windows, caplog):
     assert "there is nothing to win back" in caplog.text
 
 
+def test_a_student_is_not_its_own_teacher(pair):
+    with pytest.raises(OptionError, match=r"`teacher`: it is the student itself"):
+        Distillation(pair[0], pair[0])
+
+
+def test_no_step_is_best_without_a_validation(pair, windows, caplog):
+    start = copy.deepcopy(pair[0].state_dict())
+    trainer = Trainer(max_steps=1, callbacks=[KeepBest()], **QUIET)
+    with pytest.raises(OptionError, match=r"compares `val_kl` on held-out data, and there is none"):
+        trainer.fit(Distillation(*pair), loader(windows[:8]))
+    assert all(torch.equal(weight, start[name]) for name, weight in pair[0].state_dict().items())
+    # There is some, but the training ends before it is read.
+    with pytest.warns(UserWarning, match="no validation gave a finite `val_kl`"):
+        trainer.fit(Distillation(*pair), loader(windows[:8]), loader(windows[160:]))
+
+
 def test_a_fit_after_one_that_failed_trains_all_weights(pair, windows, monkeypatch):
     student, dense = pair
     module = Distillation(student, dense, dtype="bfloat16", learning_rate=2e-2, warmup_steps=0)
