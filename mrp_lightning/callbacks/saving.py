@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from os import PathLike
 
 import torch
@@ -77,7 +78,12 @@ class SaveModel(Callback):
             dtype=self._dtype(pl_module),
             overwrite=self.overwrite,
             steps=trainer.global_step,
+            texts=self.texts(trainer),
         )
+
+    def texts(self, trainer: Trainer) -> Mapping[str, str]:
+        """Return the content of files that are saved beside the model, by their names: none."""
+        return {}
 
     def _dtype(self, pl_module: CausalLM) -> torch.dtype:
         return as_dtype(self.dtype) or pl_module.model.dtype
