@@ -92,8 +92,8 @@ class Distillation(CausalLM):
         teacher: The dense model, likewise; no submodule, so that checkpoints do not hold it.
 
     Raises:
-        OptionError: The two models are one object, or have other vocabularies or tokenizers, or
-            `moment_bits` is neither. `CausalLM` raises more.
+        OptionError: The student is packed, or the teacher itself; the two models have other
+            vocabularies or tokenizers; or `moment_bits` is neither. `CausalLM` raises more.
         DependencyError: Moments are to have 8 bits, and torchao is not installed.
         TargetError: As of `CausalLM`.
     """
@@ -128,6 +128,12 @@ class Distillation(CausalLM):
             weight_decay=weight_decay,
             **options,
         )
+        if getattr(self.model.config, "quantization_config", None) is not None:
+            raise OptionError(
+                f"{self.model.name_or_path} is packed, and packed weights cannot be trained. Give "
+                "the pruned model from which it was made.",
+                "student",
+            )
         if learning_rate is None and _size(self.model) >= _LARGE:
             self.learning_rate = self.hparams["learning_rate"] = _RATE_OF_LARGE
         trust = options.get("trust_remote_code", False)

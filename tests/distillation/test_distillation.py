@@ -22,6 +22,7 @@ from mrp_lightning import (
     DataError,
     Distillation,
     OptionError,
+    TargetError,
     TextDataModule,
     Trainer,
 )
@@ -335,6 +336,20 @@ def test_a_student_that_lost_nothing_is_warned_of(pair, windows, caplog):
 def test_a_student_is_not_its_own_teacher(pair):
     with pytest.raises(OptionError, match=r"`teacher`: it is the student itself"):
         Distillation(pair[0], pair[0])
+
+
+def test_nothing_to_keep_is_said_before_text_is_written(pair, monkeypatch):
+    monkeypatch.setattr(OwnText, "draw", None)
+    trainer = Trainer(max_epochs=1, callbacks=[KeepSparsity()], **QUIET)
+    with pytest.raises(TargetError, match="nothing to keep"):
+        trainer.fit(Distillation(copy.deepcopy(pair[1]), pair[1]), datamodule=own_text())
+
+
+def test_a_packed_student_is_refused(pair):
+    student, dense = pair
+    student.model.config.quantization_config = {"quant_method": "mrp_bitmask"}
+    with pytest.raises(OptionError, match=r"`student`: .* is packed, .* Give the pruned model"):
+        Distillation(student, dense)
 
 
 def test_no_step_is_best_without_a_validation(pair, windows, caplog):
