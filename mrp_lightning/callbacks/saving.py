@@ -25,7 +25,8 @@ class SaveModel(Callback):
 
     An interrupted `fit` and a `fast_dev_run` save nothing. If a pruned model is loaded from its
     directory and still has its zeros, as after training with `KeepSparsity`, or is narrower, its
-    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too.
+    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too;
+    not so that of a model of few bits, which training leaves.
 
     Args:
         save_dir: The directory, which appears when it is complete.

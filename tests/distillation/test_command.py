@@ -397,6 +397,9 @@ def test_few_zeros_are_not_filled(tiny_llama, tmp_path, capsys):
     assert "14 layers" in (error := refusal([str(tmp_path / "few"), *SMALL], capsys))
     assert "fewer than 5% of the weights, which training would fill" in error
     assert [path.name for path in tmp_path.iterdir()] == ["few"]
+    with pytest.raises(SystemExit):
+        main([*prune[:3], f"--out={tmp_path / 'other'}", *few, "--distill=640"])
+    assert "`--distill`: training would fill the zeros" in capsys.readouterr().err
 
 
 def test_a_narrower_model_is_not_to_be_packed(tiny_llama, tmp_path, capsys):
