@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from mrp_ground.arguments import checked
 from mrp_lightning.devices import device_named
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.models.checkpoint import model_class, refuse_adapter, weight_files
+from mrp_lightning.models.checkpoint import model_class, weight_files
 from mrp_lightning.models.integrity import check_values
 from mrp_lightning.models.loading import load_checked, load_config
+from mrp_lightning.models.locations import refuse_adapter
 from mrp_lightning.storage.files import MANIFEST, differing
 from mrp_lightning.storage.json_files import read_json
 from mrp_lightning.upstream import torch_names

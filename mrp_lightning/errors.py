@@ -47,7 +47,7 @@ class ParityError(ValueError):
 
 
 class SaveError(OSError):
-    """A journal, or a pruned model, which is still in memory, could not be written."""
+    """A journal, a checkpoint, or a pruned model, which is still in memory, was not written."""
 
 
 class JournalError(ValueError):

@@ -20,12 +20,12 @@ from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.models.checkpoint import (
     model_class,
     names_in_model,
-    refuse_adapter,
     weight_files,
 )
 from mrp_lightning.models.companions import find_companions
 from mrp_lightning.models.integrity import check_values, unexpected_tensors
 from mrp_lightning.models.loading import load_checked
+from mrp_lightning.models.locations import refuse_adapter
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.records.grid_file import NAME as GRID
 from mrp_lightning.records.grid_file import load_parameters

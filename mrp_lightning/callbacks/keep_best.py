@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from mrp_ground.arguments import checked
@@ -37,7 +37,8 @@ class KeepBest(Callback):
         figures_at_start: The metrics before training, `None` where they were not measured.
 
     Raises:
-        OptionError: A validation did not log the metric.
+        OptionError: There is no held-out data (raised before training), or a validation did not log
+            the metric.
     """
 
     @checked
@@ -50,6 +51,14 @@ class KeepBest(Callback):
         self.figures: dict[str, float] = {}
         self.figures_at_start: dict[str, float] | None = None
         self._weights: dict[str, Tensor] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise an OptionError before `fit` if nothing is to be validated on."""
+        if stage == "fit" and not trainer.enable_validation:
+            raise OptionError(
+                f"KeepBest compares `{self.monitor}` on held-out data, and there is none. Give "
+                "`val_dataloaders` and a `limit_val_batches` above 0, or leave the callback out."
+            )
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the start, if all of the held-out data was read."""
@@ -65,6 +74,11 @@ class KeepBest(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the best weights into the module, unless those of the last step are the best."""
         # Not `on_train_end`: a `fit` that resumes behind its last step has no training to end.
+        if not self._weights:
+            rank_zero_warn(
+                f"KeepBest: no validation gave a finite `{self.monitor}`, so that the weights are "
+                "those of the last step. Validate more often (`val_check_interval`)."
+            )
         if not self._weights or self.best_step == trainer.global_step:
             return
         parameters = dict(pl_module.named_parameters())

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mrp_lightning.distillation.kept_values import KeptValues, is_elementwise
 from mrp_lightning.errors import TargetError
+from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.distributed import is_sharded_later, require_whole_parameters
 from mrp_lightning.targets.blocks import pruned_layers
 
@@ -51,12 +52,17 @@ class KeepSparsity(Callback):
         self._masks: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise a `StrategyError` before `fit` if the way of sharding is unknown."""
+        """Raise a `StrategyError` before `fit` if the way of sharding is unknown.
+
+        A `CausalLM` has its weights by now, so that a `TargetError` comes before its text is made.
+        """
         if stage != "fit":
             return
         require_whole_parameters(trainer, type(self).__name__)
         if is_sharded_later(trainer):  # then only parts of the weights are left in a process
             self._masks = self._find(pl_module)
+        elif isinstance(pl_module, CausalLM) and trainer.ckpt_path is None:
+            self._find(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the zeros, and give the optimizers the kept weights: before states are resumed."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from os import PathLike
 
 import torch
@@ -24,7 +25,8 @@ class SaveModel(Callback):
 
     An interrupted `fit` and a `fast_dev_run` save nothing. If a pruned model is loaded from its
     directory and still has its zeros, as after training with `KeepSparsity`, or is narrower, its
-    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too.
+    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too;
+    not so that of a model of few bits, which training leaves.
 
     Args:
         save_dir: The directory, which appears when it is complete.
@@ -77,7 +79,12 @@ class SaveModel(Callback):
             dtype=self._dtype(pl_module),
             overwrite=self.overwrite,
             steps=trainer.global_step,
+            texts=self.texts(trainer),
         )
+
+    def texts(self, trainer: Trainer) -> Mapping[str, str]:
+        """Return the content of files that are saved beside the model, by their names: none."""
+        return {}
 
     def _dtype(self, pl_module: CausalLM) -> torch.dtype:
         return as_dtype(self.dtype) or pl_module.model.dtype

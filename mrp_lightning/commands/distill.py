@@ -100,6 +100,11 @@ def _complete(options: Namespace) -> None:
             "id.",
             "teacher",
         ) from error
+    if output_path(options.teacher) == run:
+        raise OptionError(
+            "it is RUN itself, which cannot learn from its own predictions. Name the dense model.",
+            "teacher",
+        )
     data = report.provenance.get("data") or {}
     if options.train_files is None:
         options.text_column = options.text_column or data.get("text_column")
@@ -216,6 +221,7 @@ def _report(result: "Distilled", options: Namespace, console: Any) -> None:
     from rich.table import Table
 
     from mrp_lightning.commands.numbers import number, perplexity
+    from mrp_lightning.records.report import NAME, PruningReport
 
     table = Table()
     for column in ("held-out text", "KL before", "after", "perplexity before", "after", "dense"):
@@ -232,10 +238,11 @@ def _report(result: "Distilled", options: Namespace, console: Any) -> None:
         )
     console.print(table)
     out = shlex.quote(str(options.save_dir))
+    is_narrower = bool(PruningReport.load(options.run / NAME).narrowed)
     console.print(
         f"{result.tokens:,} tokens in {result.steps} steps and {result.seconds:.0f} s; the weights "
         f"are those after step {result.best_step}.\nThe model is in {options.save_dir}. Next:\n"
-        f"  mrp-lightning export {out}",
+        f"  mrp-lightning {'gguf' if is_narrower else 'export'} {out}",
         soft_wrap=True,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
@@ -20,16 +21,16 @@ from mrp_lightning.devices import available_memory
 from mrp_lightning.distillation.module import Distillation, needed_disk, needed_memory
 from mrp_lightning.distillation.text import DistillationText
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, counted
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.records.report import NAME as NAME_OF_REPORT
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.arithmetic import has_bfloat16_units
-from mrp_lightning.storage.files import save_ours, save_text
+from mrp_lightning.storage.files import save_text
 from mrp_lightning.storage.json_files import as_json
 from mrp_lightning.storage.outputs import check_output_dir
-from mrp_lightning.targets.blocks import pruned_layers
+from mrp_lightning.targets.blocks import LEAST_SPARSITY, pruned_layers
 from mrp_lightning.text.mixture import beside_files
 
 LENGTH, BATCH_SIZE = 512, 2
@@ -157,7 +158,8 @@ def distil(
         callbacks: More callbacks, before the saving.
 
     Raises:
-        OptionError: `tokens` is less than a step, or the disk has too little room for checkpoints.
+        OptionError: `tokens` is less than a step, the disk has too little room for checkpoints, or
+            so little of a layer is removed that `KeepSparsity` would not keep it.
     """
     steps = data.steps
     result = sum(parameter.nbytes for parameter in module.model.parameters())
@@ -168,7 +170,16 @@ def distil(
     unfinished.mkdir(parents=True, exist_ok=True)
     data.keep = data.keep or unfinished / _WINDOWS
     best = KeepBest(file=unfinished / "best")
-    keep = [KeepSparsity()] if pruned_layers(module.model) else []  # a narrower model has no zeros
+    pruned = {layer.name for layer in pruned_layers(module.model)}
+    report = PruningReport.load(Path(module.model.name_or_path) / NAME_OF_REPORT)
+    filled = [row.name for row in report.pruned if row.num_removed and row.name not in pruned]
+    if filled and not report.narrowed:
+        raise OptionError(
+            f"{counted(len(filled), 'layer')} ({filled[0]}, …) lost fewer than "
+            f"{LEAST_SPARSITY:.0%} of the weights, which training would fill. Prune more of each."
+        )
+    keep = [KeepSparsity()] if pruned else []  # a narrower model has no zeros
+    saved = _SaveDistilled(best, data, save_dir=out, dtype=dtype, overwrite=overwrite)
     trainer = Trainer(
         max_epochs=1,
         max_steps=steps,
@@ -179,7 +190,7 @@ def distil(
             *keep,
             best,
             *callbacks,
-            SaveModel(out, dtype=dtype, overwrite=overwrite),
+            saved,
             # After each validation, whose step may be the best.
             ModelCheckpoint(
                 last.parent,
@@ -195,18 +206,35 @@ def distil(
         enable_progress_bar=sys.stdout.isatty(),
         log_every_n_steps=1,
     )
-    started = time.perf_counter()
     trainer.fit(module, datamodule=data, ckpt_path=str(last) if last.is_file() else None)
-    result = Distilled(
-        start=best.figures_at_start or {},
-        end=best.figures,
-        steps=trainer.global_step,
-        best_step=best.best_step,
-        tokens=trainer.global_step * data.batch_size * data.sequence_length,
-        seconds=time.perf_counter() - started,
-    )
-    save_ours(out / NAME, as_json(asdict(result)))
-    return result
+    return saved.result
+
+
+class _SaveDistilled(SaveModel):
+    """Save the model and, in one step, so that a killed run leaves both or none, its figures.
+
+    Attributes:
+        result: The figures, once the model is saved.
+    """
+
+    result: Distilled
+
+    def __init__(self, best: KeepBest, data: DistillationText, **options: Any) -> None:
+        super().__init__(**options)
+        self._best, self._data, self._started = best, data, time.perf_counter()
+
+    def texts(self, trainer: LightningTrainer) -> Mapping[str, str]:
+        """Return `distillation.json`."""
+        steps, data = trainer.global_step, self._data
+        self.result = Distilled(
+            start=self._best.figures_at_start or {},
+            end=self._best.figures,
+            steps=steps,
+            best_step=self._best.best_step,
+            tokens=steps * data.batch_size * data.sequence_length,
+            seconds=time.perf_counter() - self._started,
+        )
+        return {NAME: as_json(asdict(self.result))}
 
 
 def training_device(accelerator: str) -> torch.device:

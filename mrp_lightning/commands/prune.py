@@ -235,11 +235,18 @@ def _distilled(
         state_of_model,
     )
     from mrp_lightning.solver.patterns import Dense
+    from mrp_lightning.targets.blocks import LEAST_SPARSITY
     from mrp_lightning.text.documents import expanded
 
     if prune.settings.structure is None and isinstance(prune.settings.recipe.pattern, Dense):
         raise OptionError(
             "it trains what a pruning kept. Give `--sparsity`, `--pattern` or `--structure`, too.",
+            "tokens",
+        )
+    if prune.settings.structure is None and prune.settings.recipe.pattern.sparsity < LEAST_SPARSITY:
+        raise OptionError(
+            f"training would fill the zeros of a layer with fewer than {LEAST_SPARSITY:.0%}. Give "
+            "a higher `--sparsity`, or leave it out.",
             "tokens",
         )
     if prune.settings.structure is not None and prune.settings.recipe.grids:

@@ -159,7 +159,7 @@ class _ChunkedKL(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         needs = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[4:])
-        total = torch.zeros((), device=got.device)
+        total = torch.zeros((), dtype=torch.float32, device=got.device)
         of_got = torch.empty_like(got) if needs else None
         of_parameters = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         for rows in chunks(got, student):

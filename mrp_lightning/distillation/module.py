@@ -56,7 +56,8 @@ class Distillation(CausalLM):
     own. Head and loss run in chunks of tokens, so that no logits of a whole batch exist. The
     teacher's weights stay as they are. The student's are trained but for embeddings and output
     head; `callbacks.KeepSparsity` keeps its zeros, and halves the memory for the optimizer's
-    moments.
+    moments. With `accumulate_grad_batches`, and of several processes, a step has the mean of the
+    batches' means: a batch of few tokens counts as much as one of many.
 
     Training logs `kl` of each batch, and validation the means `val_kl` and `perplexity` (of the
     student), of several texts `val_kl/<name>` and so on. `predict` and `test` are those of
@@ -91,8 +92,8 @@ class Distillation(CausalLM):
         teacher: The dense model, likewise; no submodule, so that checkpoints do not hold it.
 
     Raises:
-        OptionError: The two models have other vocabularies or tokenizers, or `moment_bits` is
-            neither. `CausalLM` raises more.
+        OptionError: The student is packed, or the teacher itself; the two models have other
+            vocabularies or tokenizers; or `moment_bits` is neither. `CausalLM` raises more.
         DependencyError: Moments are to have 8 bits, and torchao is not installed.
         TargetError: As of `CausalLM`.
     """
@@ -127,6 +128,12 @@ class Distillation(CausalLM):
             weight_decay=weight_decay,
             **options,
         )
+        if getattr(self.model.config, "quantization_config", None) is not None:
+            raise OptionError(
+                f"{self.model.name_or_path} is packed, and packed weights cannot be trained. Give "
+                "the pruned model from which it was made.",
+                "student",
+            )
         if learning_rate is None and _size(self.model) >= _LARGE:
             self.learning_rate = self.hparams["learning_rate"] = _RATE_OF_LARGE
         trust = options.get("trust_remote_code", False)
@@ -134,6 +141,12 @@ class Distillation(CausalLM):
             teacher = CausalLM(teacher, dtype=teacher_dtype, trust_remote_code=trust)
         _require_one_vocabulary(self, teacher)
         dense = teacher.model
+        if dense is self.model:
+            raise OptionError(
+                "it is the student itself, which cannot learn from its own predictions. Give the "
+                "dense model, or a copy of it.",
+                "teacher",
+            )
         self.student = Predictor(self.model)
         self.teacher = Predictor(dense.eval().requires_grad_(False))
         self.train_embeddings = train_embeddings

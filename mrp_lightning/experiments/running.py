@@ -106,6 +106,8 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     # All checks come first: they cost seconds, and a run may take hours.
     _check_pruning(sweep)
     finished = _finished_runs(sweep, sweep.selected)
+    for trial in finished:
+        remove_journal(sweep.directory(trial))  # of a process that was killed as it ended
     _check_same_configurations(sweep, finished)
     waiting = [trial for trial in sweep.selected if trial not in finished]
     lacking = not all(

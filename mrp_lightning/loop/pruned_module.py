@@ -273,11 +273,13 @@ def save_trained(
     dtype: torch.dtype,
     overwrite: bool,
     steps: int,
+    texts: Mapping[str, str],
 ) -> None:
     """Write a trained model as a Hugging Face directory, which appears when it is complete.
 
-    If the model was loaded from a pruned checkpoint and is still as sparse, the report of its
-    pruning is written, too, with the number of optimizer `steps`.
+    Beside the model are the files `texts`, by name. If the model was loaded from a pruned
+    checkpoint and is still as sparse, the report of its pruning is written, too, with the number of
+    optimizer `steps`.
     """
     model, tokenizer = module.model, module.tokenizer
     report, card = _report_of_source(model, model.name_or_path), None
@@ -287,12 +289,17 @@ def save_trained(
     with save_directory(directory, overwrite=overwrite, sources=_sources_of(module)) as staging:
         save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
         _copy_companions(module, staging)
+        for name, text in texts.items():
+            (staging / name).write_text(text, "utf-8")
         if report is not None:
             _save_report(report, staging)
 
 
 def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
-    """Return the report of a model's pruned source, `None` if the model lacks some of its zeros."""
+    """Return the report of a pruned source that a trained model still has the zeros of, or `None`.
+
+    There is none, either, of a source on a grid of few bits.
+    """
     file = Path(directory) / NAME
     if not file.is_file():
         return None
@@ -300,6 +307,9 @@ def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
         report = PruningReport.load(file)
     except FormatError as error:  # the model is trained by now, and is to be saved
         log.warning("The report of the model's pruning is lost: %s", error)
+        return None
+    if report.amount.grids:
+        log.warning("The report of the model's pruning is not saved: training leaves few bits.")
         return None
     if report.narrowed:
         return report  # a narrower model cannot regain its removed units

@@ -23,7 +23,7 @@ from mrp_ground.arguments import checked
 from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.devices import warn_of_unused_gpu
 from mrp_lightning.environment import ABSENT_DEVICES, silenced
-from mrp_lightning.errors import DataError, FormatError, OptionError
+from mrp_lightning.errors import DataError, FormatError, OptionError, SaveError, first_line
 from mrp_lightning.loop.causal_lm import CausalLM, ExactValues
 from mrp_lightning.loop.distributed import require_whole_models
 from mrp_lightning.loop.progress import BatchLog
@@ -206,7 +206,10 @@ class TensorsOnly(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint to a local file, which appears when it is complete, or to a URL."""
+        """Write a checkpoint to a local file, which appears when it is complete, or to a URL.
+
+        A SaveError is raised if the disk is full.
+        """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -216,8 +219,13 @@ class TensorsOnly(TorchCheckpointIO):
         try:
             torch.save(checkpoint, part)
             move_durably(part, file)
-        except BaseException:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, RuntimeError):  # torch's writer names neither file nor reason
+                raise SaveError(
+                    f"The checkpoint {file} cannot be written: {first_line(error)}. Make room on "
+                    "the disk; an earlier one is as it was."
+                ) from error
             raise
 
     def load_checkpoint(

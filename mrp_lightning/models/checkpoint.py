@@ -62,26 +62,6 @@ def directory_of(source: str, revision: str | None = None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> None:
-    """Raise if a directory holds a PEFT adapter, with or without a model beside it.
-
-    With peft installed, transformers would load an adapter in place of the model beside it; without
-    peft it would load the model as if there were no adapter. The `argument` that gave the directory
-    is in the message of the `FormatError`.
-    """
-    path = Path(directory).expanduser()
-    if not (path / "adapter_config.json").is_file():
-        return
-    named = f"`{argument}`: " if argument else ""
-    has_model = (path / "config.json").is_file()
-    company = " beside a model (adapter_config.json)" if has_model else ", and no model"
-    unwanted = " If the model is wanted without it, move adapter_config.json away." * has_model
-    raise FormatError(
-        f"{named}{directory} holds a PEFT adapter{company}. Load it with peft, merge it into its "
-        f"base by `merge_and_unload()`, save that, and give its directory.{unwanted}"
-    )
-
-
 def weight_files(directory: Path) -> list[Path]:
     """Return a directory's files from which transformers would read weights; empty if none.
 

@@ -42,7 +42,6 @@ from mrp_lightning.models.checkpoint import (
     found_at,
     model_class,
     names_in_model,
-    refuse_adapter,
     register_format,
     stored_names,
     weight_files,
@@ -101,7 +100,6 @@ def load_config(
     if file := find_gguf(source):
         return gguf_config(file)
     path = Path(source).expanduser()
-    refuse_adapter(source, "model")
     require_model(source)
     with _explained_absence(source):
         try:

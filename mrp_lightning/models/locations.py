@@ -3,15 +3,20 @@
 Commands check names by this module before they load torch, which takes seconds.
 """
 
+import os
 from pathlib import Path
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FormatError, OptionError
 
 
 def require_model(source: str) -> None:
-    """Raise for a name that can be no model: neither a model's directory or file, nor a hub id."""
+    """Raise for a name that can be no model: neither a model's directory or file, nor a hub id.
+
+    An adapter is refused by `refuse_adapter`.
+    """
     if find_gguf(source):
         return
+    refuse_adapter(source, "model")
     path = Path(source).expanduser()
     # Local paths are settled before the hub is asked: a misspelt directory would be taken for a hub
     # id, and its error would speak of the network.
@@ -26,6 +31,26 @@ def require_model(source: str) -> None:
             f"`model`: there is no directory {source}{searched}. Give a model directory that "
             "exists, or a hub id (OWNER/NAME, where OWNER is no directory here)."
         )
+
+
+def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> None:
+    """Raise if a directory holds a PEFT adapter, with or without a model beside it.
+
+    With peft installed, transformers would load an adapter in place of the model beside it; without
+    peft it would load the model as if there were no adapter. The `argument` that gave the directory
+    is in the message of the `FormatError`.
+    """
+    path = Path(directory).expanduser()
+    if not (path / "adapter_config.json").is_file():
+        return
+    named = f"`{argument}`: " if argument else ""
+    has_model = (path / "config.json").is_file()
+    company = " beside a model (adapter_config.json)" if has_model else ", and no model"
+    unwanted = " If the model is wanted without it, move adapter_config.json away." * has_model
+    raise FormatError(
+        f"{named}{directory} holds a PEFT adapter{company}. Load it with peft, merge it into its "
+        f"base by `merge_and_unload()`, save that, and give its directory.{unwanted}"
+    )
 
 
 def is_path(source: str) -> bool:

@@ -197,6 +197,16 @@ def test_a_damaged_report_costs_no_training(tiny_llama, loader, tmp_path, caplog
     assert not (tmp_path / "tuned/pruning_report.json").exists()
 
 
+def test_a_report_of_few_bits_does_not_outlive_them(tiny_llama, loader, tmp_path, caplog):
+    prune = MRPCallback(pattern="2:4", bits=4, save_dir=tmp_path / "pruned")
+    Trainer(**QUIET).predict(CausalLM(tiny_llama), loader, callbacks=[prune])
+    callbacks = [KeepSparsity(), SaveModel(str(tmp_path / "tuned"))]
+    trainer = lightning.Trainer(max_steps=1, callbacks=callbacks, **QUIET)
+    trainer.fit(CausalLM(tmp_path / "pruned"), loader)
+    assert "training leaves few bits" in caplog.text
+    assert not (tmp_path / "tuned/pruning_report.json").exists()
+
+
 def test_a_dense_model_has_nothing_to_keep(tiny_llama, loader):
     model = CausalLM(tiny_llama)
     with pytest.raises(TargetError, match="no layer of the model is pruned"):

@@ -491,8 +491,11 @@ def test_they_are_saved_with_the_model(source, streaming, loader, quiet, tmp_pat
     assert COMPANIONS.keys() <= set(report["files"])
 
     again = CausalLM(tmp_path / "pruned")  # a pruned model has them, and so has its training
-    save_trained(again, tmp_path / "tuned", dtype=again.model.dtype, overwrite=False, steps=1)
+    written = {"overwrite": False, "steps": 1, "texts": {"figures.json": "{}"}}
+    save_trained(again, tmp_path / "tuned", dtype=again.model.dtype, **written)
     assert held(tmp_path / "tuned") == COMPANIONS
+    report = json.loads((tmp_path / "tuned" / "pruning_report.json").read_text())
+    assert {*COMPANIONS, "figures.json"} <= set(report["files"])
 
 
 def test_files_of_a_tokenizer_that_is_replaced_are_not_mixed_with_it(

@@ -122,6 +122,23 @@ def test_a_run_that_ends_within_a_validation_has_the_same_best_step(run, monkeyp
         assert all(torch.equal(one[n], other[n]) for n in one)
 
 
+def test_the_figures_come_with_the_model(run, monkeypatch):
+    """A process that is killed right behind the saving leaves both."""
+    out = run.with_name("out")
+    save = distillation.SaveModel.on_fit_end
+
+    def killed(self, *arguments):
+        save(self, *arguments)
+        raise RuntimeError("the power is gone")
+
+    monkeypatch.setattr(distillation.SaveModel, "on_fit_end", killed)
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        main(["distill", str(run), *SMALL, "--out", str(out)])
+    figures = json.loads((out / "distillation.json").read_text())
+    assert (figures["steps"], figures["tokens"]) == (5, 640)
+    assert "distillation.json" in json.loads((out / "pruning_report.json").read_text())["files"]
+
+
 def test_an_unfinished_run_of_other_weights_is_not_gone_on_with(run, monkeypatch, capsys):
     def interrupted(*_):
         raise RuntimeError("the power is gone")
@@ -264,6 +281,7 @@ def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     assert "`--text`" in refusal([str(run), *SMALL, "--text=none.txt"], capsys)
     report["config"].update(bits=None, base_model=str(tiny_llama))
     (run / "pruning_report.json").write_text(json.dumps(report))
+    assert "`--teacher`: it is RUN itself" in refusal([str(run), f"--teacher={run}"], capsys)
     assert "`--accelerator`" in refusal([str(run), *SMALL, "--accelerator=none"], capsys)
     # It shows when the models are loaded, and leaves nothing that would refuse the right command.
     long = [str(run), *SMALL, "--sequence-length=9999", "--tokens=99990", "--batch-size=1"]
@@ -373,6 +391,28 @@ def test_tuning_before_a_distillation_is_refused(tiny_llama, capsys):
         with pytest.raises(SystemExit):
             main(["prune", str(tiny_llama), "--sparsity=0.5", "--distill=640", *options])
         assert "gain nothing before a distillation" in capsys.readouterr().err
+
+
+def test_few_zeros_are_not_filled(tiny_llama, tmp_path, capsys):
+    prune = ["prune", str(tiny_llama), "--sparsity=0.03", f"--out={tmp_path / 'few'}"]
+    few = ["--num-samples=4", "--eval-samples=2", "--sequence-length=32", "--accelerator=cpu"]
+    main([*prune, *few])
+    assert "14 layers" in (error := refusal([str(tmp_path / "few"), *SMALL], capsys))
+    assert "fewer than 5% of the weights, which training would fill" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["few"]
+    with pytest.raises(SystemExit):
+        main([*prune[:3], f"--out={tmp_path / 'other'}", *few, "--distill=640"])
+    assert "`--distill`: training would fill the zeros" in capsys.readouterr().err
+
+
+def test_a_narrower_model_is_not_to_be_packed(tiny_llama, tmp_path, capsys):
+    out = tmp_path / "narrower"
+    prune = ["prune", str(tiny_llama), "--structure=neurons", "--sparsity=0.5", f"--out={out}"]
+    few = ["--num-samples=4", "--eval-samples=2", "--sequence-length=32", "--accelerator=cpu"]
+    main([*prune, *few])
+    capsys.readouterr()
+    main(["distill", str(out), *SMALL])
+    assert f"mrp-lightning gguf {out}-distilled" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_units_are_not_removed_a_second_time_to_round_the_head(tiny_llama, capsys):

@@ -22,6 +22,7 @@ from mrp_lightning import (
     DataError,
     Distillation,
     OptionError,
+    TargetError,
     TextDataModule,
     Trainer,
 )
@@ -330,6 +331,36 @@ def test_a_student_that_lost_nothing_is_warned_of(pair, windows, caplog):
     trainer = Trainer(max_steps=1, **QUIET)
     trainer.fit(Distillation(copy.deepcopy(dense), dense), loader(windows[:4]))
     assert "there is nothing to win back" in caplog.text
+
+
+def test_a_student_is_not_its_own_teacher(pair):
+    with pytest.raises(OptionError, match=r"`teacher`: it is the student itself"):
+        Distillation(pair[0], pair[0])
+
+
+def test_nothing_to_keep_is_said_before_text_is_written(pair, monkeypatch):
+    monkeypatch.setattr(OwnText, "draw", None)
+    trainer = Trainer(max_epochs=1, callbacks=[KeepSparsity()], **QUIET)
+    with pytest.raises(TargetError, match="nothing to keep"):
+        trainer.fit(Distillation(copy.deepcopy(pair[1]), pair[1]), datamodule=own_text())
+
+
+def test_a_packed_student_is_refused(pair):
+    student, dense = pair
+    student.model.config.quantization_config = {"quant_method": "mrp_bitmask"}
+    with pytest.raises(OptionError, match=r"`student`: .* is packed, .* Give the pruned model"):
+        Distillation(student, dense)
+
+
+def test_no_step_is_best_without_a_validation(pair, windows, caplog):
+    start = copy.deepcopy(pair[0].state_dict())
+    trainer = Trainer(max_steps=1, callbacks=[KeepBest()], **QUIET)
+    with pytest.raises(OptionError, match=r"compares `val_kl` on held-out data, and there is none"):
+        trainer.fit(Distillation(*pair), loader(windows[:8]))
+    assert all(torch.equal(weight, start[name]) for name, weight in pair[0].state_dict().items())
+    # There is some, but the training ends before it is read.
+    with pytest.warns(UserWarning, match="no validation gave a finite `val_kl`"):
+        trainer.fit(Distillation(*pair), loader(windows[:8]), loader(windows[160:]))
 
 
 def test_a_fit_after_one_that_failed_trains_all_weights(pair, windows, monkeypatch):

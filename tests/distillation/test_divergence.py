@@ -109,3 +109,15 @@ def test_parts_that_are_kept_in_eval_mode_stay_there(batches):
     divergence(Predictor(student), Predictor(teacher), batches[2]["input_ids"], None)
     assert student.training
     assert not student.model.norm.training
+
+
+def test_the_sum_is_of_float32_whatever_the_default_type_is(batches):
+    """`precision: bf16-true` makes bfloat16 the default, in which a sum loses all but 8 bits."""
+    (student, teacher), batch = pair("llama"), batches[1]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        kl = divergence(Predictor(student), Predictor(teacher), ids, mask).kl
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(kl.double(), plain(student, teacher, ids, mask), rtol=1e-4, atol=0)

@@ -127,7 +127,11 @@ def test_an_interrupted_run_goes_on_at_its_block(finished, capsys):
     assert {path.name for path in Path("out/tiny").iterdir()} == {"50-SM-s128-seed0", *MADE}
 
     capsys.readouterr()
+    journal = Path("out/tiny/.50-SM-s128-seed0.partial")
+    journal.mkdir()  # of a process that was killed between its last two steps
+    (journal / "manifest.json").write_text("{}")
     run_sweep("--only=tiny/50-SM-*-seed0", "--save_checkpoints=true")
+    assert not journal.exists()
     shown = capsys.readouterr().out
     assert "of which 0 are to be made" in shown
     assert "without keeping the model, since `save_checkpoints` was false: tiny/50-SM" in shown

@@ -1,5 +1,6 @@
 """The Trainer's arguments and its checkpoints."""
 
+import resource
 import tracemalloc
 
 import families
@@ -18,7 +19,7 @@ from transformers import (
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import DataError
+from mrp_lightning.errors import DataError, SaveError
 from mrp_lightning.loop.trainer import TensorsOnly
 
 OTHER = {"__module__": "pytorch_lightning.core"}
@@ -195,3 +196,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(tmp_path, monke
         io.save_checkpoint({"state_dict": {}, "global_step": 2}, file)
     assert torch.load(file)["global_step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """A limit on the size of files stops torch's writer as a full disk does."""
+    file, limits = tmp_path / "last.ckpt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(SaveError, match=r"last\.ckpt cannot be written: .* Make room"):
+            TensorsOnly().save_checkpoint({"state_dict": {"weight": torch.zeros(100_000)}}, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())

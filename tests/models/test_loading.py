@@ -27,6 +27,7 @@ from mrp_lightning.models.loading import (
     tokenizer_files,
     tokenizer_from_files,
 )
+from mrp_lightning.models.locations import require_model
 from mrp_lightning.text.sources import PUBLISHED, find_files
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
@@ -291,6 +292,9 @@ def test_an_adapter_beside_a_model_is_named(copy, monkeypatch):
     message = r"adapter beside a model \(adapter_config\.json\).*merge_and_unload.*move adapter_con"
     with pytest.raises(FormatError, match=message):
         load_model(str(copy), None)
+    (copy / "config.json").unlink()
+    with pytest.raises(FormatError, match="holds a PEFT adapter, and no model"):
+        require_model(str(copy))  # as commands do, before they load torch
 
 
 @pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed")
