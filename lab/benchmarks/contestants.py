@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,30 +40,40 @@ TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
 RUNS = Path("runs/serving")
 
 
-def write_all(model: str, sparse: Path | None) -> dict[str, Path]:
-    """Write what each contestant reads, unless it is there; return directories and files."""
+def write_all(model: str, sparse: Path | None, forms: Collection[str]) -> dict[str, Path]:
+    """Write what the contestants of these forms read, unless it is there.
+
+    Returns directories and files by form, the dense model's first.
+    """
     from served import four_bits
 
     dense = dense_model(model)
     runs = RUNS / name_of(model)
-    paths = {"dense": dense} | {form: runs / form for form in ("int4", "int8")}
-    write_rounded(dense, paths["int4"], int4, scheme("pack-quantized", weights=INT4))
-    of_int8 = scheme("int-quantized", weights=INT8, input_activations=TOKENS)
-    write_rounded(dense, paths["int8"], int8, of_int8)
+    paths = {"dense": dense}
+    if "int4" in forms:
+        paths["int4"] = runs / "int4"
+        write_rounded(dense, paths["int4"], int4, scheme("pack-quantized", weights=INT4))
+    if "int8" in forms:
+        paths["int8"] = runs / "int8"
+        of_int8 = scheme("int-quantized", weights=INT8, input_activations=TOKENS)
+        write_rounded(dense, paths["int8"], int8, of_int8)
     if sparse is None:
         sparse = runs / "magnitude"
         write_rounded(dense, sparse, lambda weight: {"weight": four_bits(weight)}, {})
     for form, (packed, keys) in PACKED.items():
-        paths[form] = runs / f"{sparse.name}-{form}"
-        config = {"quant_method": packed.quant_method, "format_version": packed.version, **keys}
-        write_rounded(sparse, paths[form], functools.partial(tensors_of, packed), config)
-    paths["bf16"] = runs / "bf16.gguf"
-    mrp_lightning("gguf", dense, "--type", "bf16", "--out", paths["bf16"])
+        if form in forms:
+            paths[form] = runs / f"{sparse.name}-{form}"
+            config = {"quant_method": packed.quant_method, "format_version": packed.version, **keys}
+            write_rounded(sparse, paths[form], functools.partial(tensors_of, packed), config)
+    file = runs / "bf16.gguf"
+    mrp_lightning("gguf", dense, "--type", "bf16", "--out", file)
+    if "bf16" in forms:
+        paths["bf16"] = file
     for form, number in FILE_TYPES.items():
         # Rows of Q3_K are multiples of 256: where they are not, llama.cpp takes other types.
-        if form != "q3_k" or read_config(dense)["hidden_size"] % 256 == 0:
+        if form in forms and (form != "q3_k" or read_config(dense)["hidden_size"] % 256 == 0):
             paths[form] = runs / f"{form}.gguf"
-            quantise(paths["bf16"], paths[form], number)
+            quantise(file, paths[form], number)
     return paths
 
 

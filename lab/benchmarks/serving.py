@@ -243,8 +243,8 @@ def write_page(out: Path) -> None:
 
 def measure_here(options: argparse.Namespace) -> None:
     """Measure in this process, which has its number of threads, and write the numbers."""
-    paths, (threads,) = write_all(options.model, options.sparse), options.threads
-    paths = {form: path for form, path in paths.items() if form in options.contestants}
+    paths = write_all(options.model, options.sparse, options.contestants)
+    (threads,) = options.threads
     name = name_of(options.model)
     command = f"--threads {threads} --model {options.model} --rounds {options.rounds}"
     note = "Half of the weights are removed by magnitude: speed does not depend on which they are."
@@ -292,14 +292,14 @@ def main() -> None:
     option("--rounds", type=int, default=5)
     option("--tokens", type=int, default=16, help="new tokens of each sequence")
     option("--compiled", action="store_true", help="let vLLM compile the models, as it does alone")
-    text = "those to load, of which one is dense (default: all)"
+    text = "those to load beside the dense model (default: all)"
     option("--contestants", nargs="+", choices=NAMES, default=list(NAMES), help=text)
     option("--out", type=Path, help="page to write, such as lab/results/serving.md")
     option("--prepare", action="store_true", help="only write the models")
     option("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.prepare:
-        write_all(options.model, options.sparse)
+        write_all(options.model, options.sparse, options.contestants)
     elif options.here:
         measure_here(options)
     else:
