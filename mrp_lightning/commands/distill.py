@@ -68,7 +68,7 @@ def _complete(options: Namespace) -> None:
     Raises:
         OptionError: The run cannot be distilled, or its dense model or text is gone.
     """
-    from mrp_lightning.records.report import NAME, PruningReport
+    from mrp_lightning.records.report import NAME, PruningReport, dense_model_of
     from mrp_lightning.storage.files import output_path
 
     run = options.run = output_path(options.run)
@@ -89,7 +89,7 @@ def _complete(options: Namespace) -> None:
             "or name a dense model of the same vocabulary.",
             "teacher",
         )
-    options.teacher = options.teacher or report.config.get("base_model")
+    options.teacher = options.teacher or dense_model_of(report)
     if options.teacher is None:
         raise OptionError(f"{run / NAME} does not name the dense model. Name it.", "teacher")
     try:
@@ -251,7 +251,8 @@ def _parser() -> CommandParser:
     parser = CommandParser("mrp-lightning distill", _DESCRIPTION)
     option, number = parser.add_argument, number_from(1)
     option("run", metavar="RUN", help="the directory of a pruned model")
-    option("--teacher", metavar="MODEL", help="the dense model (default: what RUN was pruned from)")
+    text = "the dense model (default: what RUN was pruned from, in one run or in several)"
+    option("--teacher", metavar="MODEL", help=text)
     text = "files to train on in half of the steps, in the others text of the teacher's own; self "
     text += "for its own alone (default: what RUN was calibrated on); a tenth is held out"
     option("--text", dest="train_files", nargs="+", metavar="FILE", help=text)

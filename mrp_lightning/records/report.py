@@ -245,6 +245,25 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     return [*(x for x in known if isinstance(x, dict)), own]
 
 
+def dense_model_of(report: PruningReport) -> str | None:
+    """Return the model before a pruning and all earlier ones of it, `None` if it is not recorded.
+
+    The search ends at a model whose vocabulary was cut, since the one before has another.
+
+    Raises:
+        FormatError: An earlier report is damaged, or of another version.
+    """
+    model: str | None = report.config.get("base_model")
+    passed: set[str] = set()  # a directory that was overwritten may name a later one
+    while model is not None and model not in passed and (file := Path(model) / NAME).is_file():
+        passed.add(model)
+        earlier = PruningReport.load(file)
+        if earlier.vocabulary or earlier.config.get("base_model") is None:
+            break
+        model = earlier.config["base_model"]
+    return model
+
+
 _WIDTH = 80
 
 

@@ -265,6 +265,18 @@ def refusal(args, capsys):
     return capsys.readouterr().err
 
 
+def test_after_several_prunings_the_first_model_is_the_teacher(run, tiny_llama, tmp_path, capsys):
+    twice = tmp_path / "twice"
+    prune = ["prune", str(run), "--structure=neurons", "--sparsity=0.5", "--num-samples=4"]
+    main(
+        [*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", f"--out={twice}"]
+    )
+    capsys.readouterr()
+    main(["distill", str(twice), *SMALL])
+    shown = "".join(capsys.readouterr().out.split())
+    assert f"Loading{twice}and{tiny_llama}…" in shown
+
+
 def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     assert "expected the directory of a pruning" in refusal([str(tiny_llama)], capsys)
     assert "expected at least ten windows" in refusal([str(run), "--tokens=99"], capsys)
