@@ -32,7 +32,7 @@ ELSEWHERE = {
     "task: my_lambada": "tests/zeroshot/test_page.py runs it",
     "records.evaluation": "tests/zeroshot/test_page.py runs it",
     "prune SmolLM2.gguf": "it is the command of a table, and takes a real model",
-    "distill both": "a fifth of two blocks is none; tests/distillation/test_command.py prunes twice",
+    "distill both": "a fifth of two blocks is none; tests/distillation does so with others",
 }
 """Parts of blocks that are not run here, and why."""
 NO_COMMANDS = (
