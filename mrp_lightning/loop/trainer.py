@@ -208,7 +208,7 @@ class TensorsOnly(TorchCheckpointIO):
     ) -> None:
         """Write a checkpoint to a local file, which appears when it is complete, or to a URL.
 
-        A SaveError is raised if the disk is full.
+        A SaveError is raised if torch's writer fails, as it does on a full disk.
         """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -223,8 +223,8 @@ class TensorsOnly(TorchCheckpointIO):
             part.unlink(missing_ok=True)
             if isinstance(error, RuntimeError):  # torch's writer names neither file nor reason
                 raise SaveError(
-                    f"The checkpoint {file} cannot be written: {first_line(error)}. Make room on "
-                    "the disk; an earlier one is as it was."
+                    f"The checkpoint {file} cannot be written: {first_line(error)}. Make room if "
+                    "the disk is full; an earlier one is as it was."
                 ) from error
             raise
 

@@ -246,7 +246,7 @@ def _rows(model: PreTrainedModel, kept: Tensor, entries: Sequence[Attribute]) ->
 def _cut_model(
     model: PreTrainedModel, kept: Tensor, number: Mapping[int, int], window: Tensor
 ) -> dict[str, float]:
-    """Remove the rows of other tokens from embeddings and head, in place, and compare logits.
+    """Cut embeddings and head in place to the rows of kept tokens, and compare their logits.
 
     Args:
         model: The model.
