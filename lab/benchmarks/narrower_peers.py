@@ -1,4 +1,4 @@
-r"""The accuracy that peers' own codes give on the windows of a sweep, and what exchanges gain.
+r"""The accuracy that peers' own codes give on the windows of a sweep.
 
     python lab/benchmarks/narrower_peers.py --config lab/sweeps/narrower.yaml --flap FLAP \
         --slicegpt TransformerCompression
@@ -16,11 +16,6 @@ at which its blocks, with the products that it adds to their shortcuts, have the
 nearest to ours; the table has both numbers. Its embeddings become smaller, too, and its head is no
 longer tied to them. It was written for transformers 4.41: the forward of its blocks is that of
 transformers 5 here, with its shortcuts.
-
-With `--restarts`, `exchanges` is the loss of `prune_columns`, on each block's inputs in the dense
-model, over that of its greedy set: the mean over the blocks, and the range; and the same of the
-best of so many searches by exchanges that begin with sets at random. `--every` n looks at each n-th
-block alone.
 """
 
 import argparse
@@ -28,9 +23,8 @@ import logging
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +32,6 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from mrp_lightning import HessianAccumulator, prune_columns
 from mrp_lightning.devices import machine
 from mrp_lightning.experiments.design import Sweep
 from mrp_lightning.experiments.running import configure
@@ -46,8 +39,6 @@ from mrp_lightning.experiments.sweep import read_sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.narrowing.structure import NarrowingPlan
 from mrp_lightning.narrowing.unit_parts import narrowing_plan
-from mrp_lightning.solver.columns import ColumnSet
-from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import make_plan
 
@@ -174,33 +165,6 @@ def _shortcut(residual: Tensor, rotation: Tensor | None) -> Tensor:
     return residual if rotation is None else residual @ rotation
 
 
-def exchanges(
-    model: Any, windows: list[Tensor], plan: NarrowingPlan, options: Any
-) -> list[tuple[float, float]]:
-    """Return, by block, the relative losses after exchanges and of the best restart."""
-    structure, layers = plan.structure, consumers(plan)[:: options.every]
-    sums = [HessianAccumulator(layer.in_features) for layer in layers]
-    with watched(layers, lambda i, x, _: sums[i].update(x)):
-        for window in windows:
-            model(window)
-    found = []
-    for layer, each in zip(layers, sums, strict=True):
-        solution = prune_columns(layer.weight, each.hessian(), structure.count)
-        assert solution.optimal_loss is not None
-        assert solution.greedy_loss is not None
-        weight, inverse = layer.weight.double(), InputHessian(each.hessian()).damped(0.01).double
-        searched = []
-        for seed in range(options.restarts):
-            generator = torch.Generator().manual_seed(seed)
-            removed = torch.zeros(structure.units, dtype=torch.bool)
-            removed[torch.randperm(structure.units, generator=generator)[: structure.count]] = True
-            each_set = ColumnSet(inverse.inverse, weight.T @ weight, removed, 1)
-            each_set.swap()
-            searched.append(each_set.loss / solution.greedy_loss)
-        found.append((solution.optimal_loss / solution.greedy_loss, min(searched, default=nan)))
-    return found
-
-
 def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
     """Return the result of one code on one model, a cell of the table."""
     cli = configure(Trial(name), sweep)
@@ -217,9 +181,6 @@ def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
         plan = make_plan(model, pattern)
         plan = narrowing_plan(model, "neurons", pattern.sparsity, plan)
         start = time.process_time()
-        if code == "exchanges":
-            pairs = zip(*exchanges(model, windows, plan, options), strict=True)
-            return ", restarts ".join(_range(ratios) for ratios in pairs) + " | "
         if code == "SliceGPT":
             slicegpt(model, windows, plan, options.slicegpt)
         else:
@@ -230,10 +191,6 @@ def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
     return f"{', '.join(found)} | {seconds:.1f}"
 
 
-def _range(ratios: Sequence[float]) -> str:
-    return f"{sum(ratios) / len(ratios):.5f} ({min(ratios):.5f} to {max(ratios):.5f})"
-
-
 def main() -> None:
     """Print the table, row by row as they come."""
     parser = argparse.ArgumentParser(
@@ -242,8 +199,6 @@ def main() -> None:
     parser.add_argument("--config", action="append", required=True, help="a YAML of the sweep")
     parser.add_argument("--flap", type=Path, help="a checkout of CASIA-IVA-Lab/FLAP")
     parser.add_argument("--slicegpt", type=Path, help="a checkout of TransformerCompression")
-    parser.add_argument("--restarts", type=int, help="measure exchanges, and so many searches")
-    parser.add_argument("--every", type=int, default=1, help="blocks whose exchanges are measured")
     parser.add_argument("--models", nargs="*", help="of the sweep (default: all)")
     parser.add_argument("--settings", nargs="*", default=["10%", "20%", "30%"])
     parser.add_argument("--seed", type=int, default=0)
@@ -255,11 +210,10 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     sweep = read_sweep([f"--config={path}" for path in options.config])
     print(f"{machine(torch.device('cpu'))}, {options.threads} threads, seed {options.seed}.\n")
-    print("| model | neurons | code | perplexity, or loss over greedy | CPU s |")
+    print("| model | neurons | code | perplexity | CPU s |")
     print("|---|---|---|---|---|", flush=True)
     codes = ["FLAP UL", "FLAP AL"] if options.flap else []
     codes += ["SliceGPT"] if options.slicegpt else []
-    codes += [] if options.restarts is None else ["exchanges"]
     for model in options.models or sweep.models:
         for setting in options.settings:
             for code in codes:

@@ -38,9 +38,6 @@ _AT_ONCE = 2**24
 _TOLERANCE = 1e-3
 """The largest relative difference of a router's weights in the model and on stored tokens."""
 
-_LEAST_GAIN = 1e-6
-"""Exchanges of experts that lower the loss by a smaller fraction are rounding."""
-
 Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 """A function that returns the losses of sets of units."""
 
@@ -157,7 +154,7 @@ class ExpertRemover(Remover):
         tokens = _Tokens(block, routing)
         tokens.read()
         block.report_progress(f"{layer.name}, which to remove")
-        removed, loss, swaps = measured_set(tokens.losses, units, count)
+        removed, loss = measured_set(tokens.losses, units, count)
         own_loss = loss if block.dense_target is None else tokens.own_loss(removed)
         # All numbers are of stored tokens, so that the order of loss, energy and write is free.
         energy = tokens.energy()
@@ -165,7 +162,7 @@ class ExpertRemover(Remover):
             layer.view[:, removed] = 0
         target_loss = None if block.dense_target is None else loss
         row = LayerReport.of(
-            Quality(loss=own_loss, target_loss=target_loss, swaps=swaps),
+            Quality(loss=own_loss, target_loss=target_loss),
             job.settings.recipe,
             name=layer.name,
             shape=layer.weight.shape,
@@ -336,38 +333,16 @@ class _Tokens:
         return max(1, _AT_ONCE // (self._routing.structure.units * tokens.shape[-1]))
 
 
-def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
-    """Choose units to remove by measured losses, greedily, then by exchanges.
+def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float]:
+    """Choose units to remove, one after another, each with the lowest measured loss.
 
-    First, units are removed one after another, each with the lowest loss, which measures at most
-    units·count sets. Then the pair of a removed and a kept unit whose exchange lowers the loss most
-    is exchanged, until no exchange lowers it; each round measures count·(units − count) sets.
-
-    Returns the sorted removed units, their loss, and the number of exchanges.
+    Measures at most units·count sets. Returns the sorted removed units, and their loss.
     """
-    # 1. Greedily from the empty set: units·count measurements, where all sets would be a binomial
-    #    number of them.
     removed: list[int] = []
     loss = 0.0
     for _ in range(count):
-        remaining = [unit for unit in range(units) if unit not in removed]
-        removed, loss = _best(measure, [[*removed, unit] for unit in remaining])
-    # 2. Exchanges, as in `ColumnSet.swap`: the loss falls each time, so the loop ends.
-    swaps = 0
-    while True:
-        remaining = [unit for unit in range(units) if unit not in removed]
-        exchanges = [
-            [*(x for x in removed if x != back), out] for back in removed for out in remaining
-        ]
-        best, lower = _best(measure, exchanges)
-        if not loss - lower > _LEAST_GAIN * loss:
-            return removed, loss, swaps
-        removed, loss, swaps = best, lower, swaps + 1
-
-
-def _best(measure: Measure, sets: list[list[int]]) -> tuple[list[int], float]:
-    """Return the set with the lowest loss, the first of equal ones, and its loss."""
-    ordered = [tuple(sorted(each)) for each in sets]
-    losses = measure(ordered)
-    best = min(range(len(ordered)), key=lambda i: losses[i])
-    return list(ordered[best]), float(losses[best])
+        sets = [tuple(sorted([*removed, unit])) for unit in range(units) if unit not in removed]
+        losses = measure(sets)
+        best = min(range(len(sets)), key=losses.__getitem__)  # the first of equal ones
+        removed, loss = [*sets[best]], float(losses[best])
+    return removed, loss

@@ -108,8 +108,6 @@ class LayerReport:
             fraction was too small; `None` if that was enough.
         fallback_mask: The mask that replaced that of `method`, such as `magnitude`, because it lost
             less. It is usually `None`.
-        swaps: How often a removed column, or group of columns, was exchanged for a kept one, where
-            whole columns are removed; `None` elsewhere.
         peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer, and
             those solved with it, were pruned; `None` on other devices.
 
@@ -137,7 +135,6 @@ class LayerReport:
     shared_hessian: float | None = None
     raised_damping: float | None = None
     fallback_mask: str | None = None
-    swaps: int | None = None
     peak_memory: int | None = None
 
     @classmethod
@@ -187,7 +184,6 @@ class LayerReport:
             zeros=had,
             raised_damping=ratio if ratio is not None and ratio > recipe.damping else None,
             fallback_mask=quality.fallback_mask,
-            swaps=quality.swaps,
             **others,
         )
 

@@ -1,8 +1,6 @@
 """Remove whole columns of a weight, the same for all rows, and compensate for them exactly."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +21,6 @@ METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 """The methods that remove whole columns."""
 _PANEL = 64
 """Number of columns whose removal updates all other columns at once."""
-_PAIRS = 2**22
-"""Number of elements of the table of pairs that is computed at a time."""
-_LEAST_GAIN = 1e-9
-"""Exchanges that lower the loss by a smaller fraction are rounding."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,8 +31,6 @@ class ColumnSolution(Quality):
         weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
             +0.0.
         removed: bool (groups,), True = removed, for each group of columns.
-        greedy_loss: The damped loss of the optimum before the swaps; `None` for methods other than
-            SM.
         optimal_loss: The damped loss of the optimum for `removed`, to which `gap` is the distance;
             `None` for methods without compensation.
     """
@@ -48,8 +40,6 @@ class ColumnSolution(Quality):
     damping_used: float
     damping_ratio: float
     dead_inputs: int
-    swaps: int
-    greedy_loss: float | None = None
     optimal_loss: float | None = None
 
 
@@ -70,9 +60,8 @@ def prune_columns(
     weights as one, stacked by rows.
 
     The method SM removes one group of columns after another, each time the one whose removal costs
-    least with all others at their optimum. Then it exchanges a removed group for a kept one, each
-    time the pair that lowers the loss most, until no exchange lowers it. The other methods rank the
-    groups once, by Σ w² (magnitude) or Σ w²·H_jj (wanda), and compensate only if they end in +M.
+    least with all others at their optimum. The other methods rank the groups once, by Σ w²
+    (magnitude) or Σ w²·H_jj (wanda), and compensate only if they end in +M.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.
@@ -141,66 +130,62 @@ def remove_columns(
     # In float64: the set is a sequence of choices between nearly equal losses, each of which
     # depends on all updates before it.
     aim = (weight if target is None else target).double()
-    removed, column_set, measures = _choose_columns(aim, inputs, method, damping, count, group)
-    if column_set is None:
-        optimum = aim.masked_fill(removed.repeat_interleave(group), 0)
-    else:
-        live, damped = aim.masked_fill(inputs.dead, 0), inputs.damped(damping).double
-        optimum = column_set.optimum(aim, live)
+    # Columns of dead inputs add nothing to an output. As zeros in C = WᵀW they cost nothing, so
+    # they are removed first.
+    live = aim.masked_fill(inputs.dead, 0)
+    removed = torch.zeros(columns // group, dtype=torch.bool, device=weight.device)
+    if method.mask.needs_inverse:
+        inverse = inputs.damped(damping).double.inverse
+        removed[greedy_set(inverse, live.T @ live, count, group)] = True
+    else:  # magnitude and wanda rank the groups by the weights as they are, whatever follows
+        removed[_lowest(aim, inputs, method.mask.name, count, group)] = True
+    gone = removed.repeat_interleave(group)
+    optimum, optimal_loss, gap, ratio = aim.masked_fill(gone, 0), None, None, damping
+    if method.needs_inverse:
+        damped = inputs.damped(damping).double
+        ratio, kept = damped.ratio, ~gone
+        compensation, loss, inverse_on_kept = _compensation(live, damped.inverse, gone)
+        optimum[:, kept] += compensation
         # The gap measures the solver, so it is taken after rounding to the dtype of the
-        # computation, not to a narrower dtype of the weight.
+        # computation, not to a narrower dtype of the weight: (L − L*) = ½·tr(r (H_KK)⁻¹ rᵀ) for
+        # the residual r = (W − Ŵ)H on the kept columns K.
         wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
         rounded = optimum.to(wide).double().masked_fill(inputs.dead, 0)
-        measures |= {
-            "optimal_loss": column_set.loss,
-            "gap": column_set.gap(live, rounded, damped.matrix),
-            "damping_ratio": damped.ratio,
-        }
+        residual = (live - rounded) @ damped.matrix[:, kept]
+        distance = float(((residual @ inverse_on_kept) * residual).sum()) / 2
+        optimal_loss, gap = loss, max(distance, 0.0) / loss if loss > 0 else 0.0
     result = optimum.to(weight.dtype)
     require_in_range(result, inputs.label)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     lost, missed = (
         output_energy(result.to(exact) - start.to(exact), inputs.hessian) for start in (weight, aim)
     )
-    measures = {"damping_ratio": damping, "swaps": 0} | measures
     return ColumnSolution(
         weight=result,
         removed=removed,
         loss=lost,
-        damping_used=measures["damping_ratio"] * inputs.mean_diagonal,
+        optimal_loss=optimal_loss,
+        gap=gap,
+        damping_ratio=ratio,
+        damping_used=ratio * inputs.mean_diagonal,
         dead_inputs=inputs.dead_inputs,
         target_loss=None if target is None else missed,
-        **measures,
     )
 
 
-def _choose_columns(
-    weight: Tensor, inputs: InputHessian, method: Method, damping: float, count: int, group: int
-) -> tuple[Tensor, "ColumnSet | None", dict[str, Any]]:
-    """Choose the groups of columns to remove from a weight (rows, columns), float64.
+def _compensation(live: Tensor, inverse: Tensor, gone: Tensor) -> tuple[Tensor, float, Tensor]:
+    """Return the change of kept columns K that makes up for the removed ones P, bool (columns,).
 
-    Returns bool (groups,), True = removed, the set with what its compensation needs, if the method
-    compensates, and the measures of a greedy choice.
+    With A = H⁻¹ and the Schur complement B = H_PP − H_PK (H_KK)⁻¹ H_KP = (A_PP)⁻¹, the change is
+    −W_P B A_PK, the loss of the optimum ½·tr(W_P B W_Pᵀ), and (H_KK)⁻¹ = A_KK − A_KP B A_PK.
+
+    Returns the change (rows, kept), the loss, and (H_KK)⁻¹ (kept, kept).
     """
-    is_greedy = method.mask.needs_inverse
-    removed = torch.zeros(inputs.columns // group, dtype=torch.bool, device=weight.device)
-    # 1. Magnitude and wanda rank the groups by the weights as they are, whatever follows.
-    if not is_greedy:
-        removed[_lowest(weight, inputs, method.mask.name, count, group)] = True
-    if not method.needs_inverse:
-        return removed, None, {}
-    # 2. Columns of dead inputs add nothing to an output. As zeros in C = WᵀW they cost nothing, so
-    # they are removed first, and no exchange for them gains anything.
-    live = weight.masked_fill(inputs.dead, 0)
-    inverse, covariance = inputs.damped(damping).double.inverse, live.T @ live
-    if not is_greedy:
-        return removed, ColumnSet(inverse, covariance, removed, group), {}
-    # 3. The greedy set is a start only: the first groups were chosen when all later ones were still
-    # there to compensate for them. Exchanges take such choices back.
-    removed[greedy_set(inverse, covariance, count, group)] = True
-    column_set = ColumnSet(inverse, covariance, removed, group)
-    greedy_loss = column_set.loss
-    return removed, column_set, {"swaps": column_set.swap(), "greedy_loss": greedy_loss}
+    kept, lost = ~gone, live[:, gone]
+    schur = torch.linalg.inv(inverse[gone][:, gone])
+    reach = schur @ inverse[gone][:, kept]
+    loss = float(((lost @ schur) * lost).sum()) / 2
+    return -lost @ reach, loss, inverse[kept][:, kept] - inverse[kept][:, gone] @ reach
 
 
 def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:
@@ -264,148 +249,8 @@ def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> l
     return order
 
 
-class ColumnSet:
-    """A set P of removed groups, its exact loss, and what exchanging two groups would change.
-
-    It holds two matrices (columns, columns). In S are (H_KK)⁻¹, T = (H_KK)⁻¹H_KP and the Schur
-    complement B = H_PP − H_PK T, which is the inverse of A_PP. With Y_K, the weights at their
-    optimum, and Y_P, the gradients of the removed ones, Q = YᵀY. Putting a group back or removing
-    one is a sweep of S (Beaton, 1964) and a change of rank 2·`width` in Q.
-
-    Args:
-        inverse: A, (columns, columns).
-        covariance: C, (columns, columns).
-        removed: bool (groups,), True = removed. `swap` updates this tensor in place.
-        width: Columns of a group.
-
-    Attributes:
-        loss: ½·tr(W_P B W_Pᵀ), the damped loss of the optimum.
-    """
-
-    def __init__(self, inverse: Tensor, covariance: Tensor, removed: Tensor, width: int) -> None:
-        self.removed, self._width = removed, width
-        p, k = self._columns
-        schur = torch.linalg.inv(inverse[p][:, p])
-        schur = (schur + schur.T) / 2
-        reach = -inverse[k][:, p] @ schur
-        swept = torch.empty_like(inverse)
-        swept[p[:, None], p] = schur
-        swept[k[:, None], p], swept[p[:, None], k] = reach, reach.T
-        swept[k[:, None], k] = inverse[k][:, k] + reach @ inverse[p][:, k]
-        # Y = W M: Y_K = W_K + W_P Tᵀ (the compensation) and Y_P = W_P B, so that Q = Mᵀ C M.
-        maps = torch.zeros_like(inverse)
-        maps[k, k] = 1
-        maps[p[:, None], k], maps[p[:, None], p] = reach.T, schur
-        self._swept, self._energy = swept, maps.T @ covariance @ maps
-        self.loss = float((covariance[p][:, p] * schur).sum()) / 2
-
-    @property
-    def _columns(self) -> tuple[Tensor, Tensor]:
-        """The removed and the kept columns."""
-        is_removed = self.removed.repeat_interleave(self._width)
-        return is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
-
-    def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
-        """Return the optimal weight (rows, columns) without the removed columns P.
-
-        `live` is the weight with zeros in the columns of dead inputs.
-        """
-        p, k = self._columns
-        optimum = torch.zeros_like(weight)
-        optimum[:, k] = torch.addmm(weight[:, k], live[:, p], self._swept[p][:, k])
-        return optimum
-
-    def gap(self, weight: Tensor, solution: Tensor, matrix: Tensor) -> float:
-        """Return the distance of a solution's loss from the optimal loss, relative to the latter.
-
-        The distance is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the
-        damped H. If the optimal loss is zero, the result is zero.
-        """
-        k = self._columns[1]
-        residual = (weight - solution) @ matrix[:, k]
-        distance = float(((residual @ self._swept[k][:, k]) * residual).sum()) / 2
-        return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
-
-    def swap(self) -> int:
-        """Exchange the best pair of groups while that lowers the loss; return the swaps' number."""
-        done = 0
-        # 1. The best of all pairs is taken, not the first that helps: one exchange costs two sweeps
-        #    of the stored matrices, as much as looking at all pairs.
-        # 2. Each exchange lowers the loss, so no set repeats and the loop ends. The limit guards
-        #    against gains that are rounding.
-        # 3. In the end no exchange of two groups lowers the loss: a local optimum, not the global.
-        while done < len(self.removed):
-            gain, returned, newly_removed = self._best_exchange()
-            if not gain > _LEAST_GAIN * self.loss:
-                break
-            self._sweep(returned)
-            self._sweep(newly_removed)
-            self.loss -= gain
-            done += 1
-        return done
-
-    def _best_exchange(self) -> tuple[float, int, int]:
-        """Return the largest gain of an exchange, the group put back, and the one removed."""
-        width = self._width
-        removed_groups, kept_groups = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
-        swept_blocks = _diagonal_blocks(self._swept, width)
-        energy_blocks = _diagonal_blocks(self._energy, width)
-        # The gain of an exchange is exact, since both of its halves are: putting p back from the
-        # stored matrices, and removing q from those in which p is back, of which only the blocks
-        # (q, q) are needed. For blocks of one element, a batched matmul is slower than the
-        # elementwise product.
-        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
-        best = (-torch.inf, -1, -1)
-        for groups in removed_groups.split(max(1, _PAIRS // (len(kept_groups) * width**2))):
-            schur = swept_blocks[groups][:, None]  # (p, 1, width, width)
-            t = _tiles(self._swept, groups, kept_groups, width).mT  # T_qp, (p, q, width, width)
-            # With p back, A_qq gains T B⁻¹ Tᵀ, and Y_q loses Y_p B⁻¹ Tᵀ.
-            step = multiply(t, torch.linalg.inv(schur))
-            a = swept_blocks[kept_groups] + multiply(step, t.mT)
-            through = multiply(step, _tiles(self._energy, groups, kept_groups, width))
-            c = energy_blocks[kept_groups] - through - through.mT
-            c += multiply(multiply(step, energy_blocks[groups][:, None]), step.mT)
-            # Gain of putting p back, less the loss of then removing q.
-            change = costs(schur, energy_blocks[groups][:, None]) - costs(a, c)
-            value, index = change.flatten().max(0)
-            if float(value) > best[0]:
-                i, j = divmod(int(index), len(kept_groups))
-                best = float(value), int(groups[i]), int(kept_groups[j])
-        return best
-
-    def _sweep(self, j: int) -> None:
-        """Put a removed group back, or remove a kept one, by the sweep operator of Beaton."""
-        swept, energy, width = self._swept, self._energy, self._width
-        columns = slice(j * width, (j + 1) * width)
-        is_removed, removes = self.removed.repeat_interleave(width), not bool(self.removed[j])
-        # The kept columns if the group is removed, else the removed ones.
-        opposite = is_removed != is_removed[columns.start]
-        side = swept[:, columns].clone()
-        pivot = torch.linalg.inv(side[columns])
-        pivot = (pivot + pivot.T) / 2
-        step = side @ pivot
-        # The sweep subtracts S_:J S_JJ⁻¹ S_J:, but adds it between two opposite columns.
-        swept.addmm_(step, side.T, alpha=-1)
-        swept.addmm_(torch.where(opposite[:, None], step, 0), side.T * opposite, alpha=2)
-        new_side = torch.where(opposite[:, None] == removes, step, -step)
-        swept[:, columns], swept[columns] = new_side, new_side.T
-        swept[columns, columns] = pivot
-        # Y becomes Y − Y_J lᵀ for the other columns, and Y_J times the pivot for the group itself:
-        # a symmetric change of rank 2·width in Q = YᵀY.
-        change = torch.where(opposite[:, None], -step, step) if removes else step.clone()
-        change[columns] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
-        column = energy[:, columns].clone()
-        half = column - change @ column[columns] / 2
-        energy.addmm_(half, change.T, alpha=-1).addmm_(change, half.T, alpha=-1)
-        self.removed[j] = removes
-
-
 def costs(inverse: Tensor, energy: Tensor) -> Tensor:
-    """Return ½·tr(A⁻¹C) of blocks (..., width, width): (...).
-
-    With A and C as in `greedy_set`, this is the loss of removing a group; with B and Y_pᵀY_p of
-    `ColumnSet`, the gain of putting one back.
-    """
+    """Return ½·tr(A⁻¹C) of blocks (groups, width, width), the loss of removing each: (groups,)."""
     if inverse.shape[-1] == 1:
         return (energy / inverse)[..., 0, 0] / 2
     return torch.linalg.solve(inverse, energy).diagonal(dim1=-2, dim2=-1).sum(-1) / 2
@@ -421,9 +266,3 @@ def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
     groups = len(matrix) // width
     tiles = matrix.view(groups, width, groups, width)
     return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-
-
-def _tiles(matrix: Tensor, rows: Tensor, columns: Tensor, width: int) -> Tensor:
-    """Return blocks of a matrix by groups of rows and columns, (rows, columns, width, width)."""
-    groups = len(matrix) // width
-    return matrix.view(groups, width, groups, width)[rows][:, :, columns].transpose(1, 2)

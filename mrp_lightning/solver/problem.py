@@ -136,8 +136,6 @@ class Quality:
         fallback_mask: The mask that replaced that of the method, because the latter lost more even
             than this one without compensation; usually `None`. See `prune_weight`.
         zeros_loss: With a grid, the loss before the kept weights are put on it, else `None`.
-        swaps: The number of exchanges of a removed unit, or group of columns, for a kept one;
-            `None` if no whole columns are removed.
     """
 
     loss: float
@@ -149,7 +147,6 @@ class Quality:
     target_loss: float | None = None
     fallback_mask: str | None = None
     zeros_loss: float | None = None
-    swaps: int | None = None
 
     @property
     def grid_loss(self) -> float | None:

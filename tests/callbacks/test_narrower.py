@@ -109,7 +109,7 @@ def test_the_saved_model_is_ordinary_and_gives_the_same(family, structure, tmp_p
     assert len(set(spy.counts)) == 1
     report = PruningReport.load(saved / "pruning_report.json")
     assert report.narrowed == narrowed
-    assert all(row.gap <= 1e-5 and row.swaps >= 0 for row in report.pruned)
+    assert all(row.gap <= 1e-5 for row in report.pruned)
     assert "dense, and narrower" in (saved / "README.md").read_text()
 
 

@@ -25,7 +25,7 @@ KINDS = {
     "sparsity": st.none() | st.floats(0, 1),
     "method": st.none() | st.text(),
     **dict.fromkeys(("skipped", "fallback_mask", "block"), st.none() | st.text(min_size=1)),
-    **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory", "swaps"), counts),
+    **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory"), counts),
     "grid": st.none() | st.builds(GridReport, bits=st.integers(1, 8), grid_loss=numbers),
     "target": st.none() | st.builds(TargetReport, loss=numbers, own=st.none() | st.text()),
     "zeros": st.none() | st.builds(ZerosReport, before=st.floats(0, 1), had_pattern=st.booleans()),
