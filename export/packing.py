@@ -24,7 +24,7 @@ from export.conversion.compressed import (
 )
 from export.conversion.parity import Parity, check_parity
 from export.conversion.selection import Claims, LayerChoice, choose_layers
-from export.conversion.writing import choose_head, write_dense, write_packed
+from export.conversion.writing import choose_head, write_packed
 from export.loading import TORCHAO, load, torchao_missing, why_not_torchao
 from export.report import ExportReport, IntegerReport, Report
 from export.speed import measure
@@ -183,8 +183,8 @@ class Packed(Target[ExportReport]):
         elif job.device.type == "cuda" and self.form is SPARSE24 and report.head is None:
             _measure(job, report, directory)
 
-    def quant_method(self, report: ExportReport) -> str | None:
-        """Return the `quant_method` of the written files, `None` if they have none."""
+    def quant_method(self, report: ExportReport) -> str:
+        """Return the `quant_method` of the written files."""
         return report.packed[0].form.quant_method
 
 
@@ -239,19 +239,6 @@ def _measure(job: Job, report: ExportReport, directory: Path) -> None:
         report.speed = list(tracked(measure(dense, packed), None, "measuring speed"))
     except Exception as error:  # such as a GPU that cannot hold both; the export is proven already
         report.notes.append(f"speed not measured: {first_line(error)}")
-
-
-class Dense(Packed):
-    """Dense safetensors whose zeros are positive, for software that knows no sparsity."""
-
-    name = "dense"
-
-    def quant_method(self, report: ExportReport) -> None:
-        """Return `None`: the files are those of any dense checkpoint."""
-
-    def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
-        """Write the tensors with their zeros as safetensors, as `Target.write` asks."""
-        return write_dense(job.source, directory, report.packed)
 
 
 class Torchao(Packed):
@@ -330,7 +317,6 @@ class CompressedTensors(Target[IntegerReport]):
 
 TARGETS: dict[str, Target[ExportReport] | Target[IntegerReport]] = {
     **{form.option: Packed(form) for form in (SPARSE24, BITMASK, BITMASK4)},
-    "dense": Dense(None),
     "torchao": Torchao(SPARSE24),
     COMPRESSED: CompressedTensors(),
 }

@@ -35,7 +35,7 @@ NAME = "export_report.json"
 
 @dataclass(kw_only=True)
 class ExportReport:
-    """The report of an export to `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
+    """The report of an export to `packed`, `bitmask`, `bitmask4` or `torchao`.
 
     Attributes:
         source: The pruned checkpoint.
@@ -107,8 +107,7 @@ class ExportReport:
 
     def save(self, directory: Path) -> None:
         """Write the model card, and `export_report.json` with the names of all files."""
-        if self.format in _TITLES:
-            _write_card(self, directory)
+        _write_card(self, directory)
         # The report lists all files of the directory, itself too, so it is written after the
         # others.
         written = {file.relative_to(directory).as_posix() for file in visible_files(directory)}
@@ -202,7 +201,7 @@ def _sizes(report: ExportReport) -> Table:
     sizes = {name: (totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"])}
     if report.head is not None:
         sizes["head of 8 bits"] = (report.head.dense_bytes, report.head.packed_bytes)
-    if report.exported_bytes is not None and report.format != "dense":
+    if report.exported_bytes is not None:
         sizes["weight files"] = (report.source.num_bytes, report.exported_bytes)
     lines = [
         (item, f"{dense / 2**20:,.2f} MiB", f"{packed / 2**20:,.2f} MiB", f"{packed / dense:.4f}")

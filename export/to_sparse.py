@@ -14,7 +14,7 @@ from mrp_lightning.commands.command import (
 )
 from mrp_lightning.environment import require_extra
 
-FORMATS = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors")
+FORMATS = ("packed", "bitmask", "bitmask4", "torchao", "compressed-tensors")
 """The keys of `TARGETS`, which loads torch."""
 
 
@@ -63,9 +63,9 @@ def _parser() -> Any:
     text = "default: CKPT-sparse24, or CKPT-FORMAT for the others"
     option("--out", metavar="DIR", help=text)
     text = (
-        "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
-        "keeps the zeros, for software that knows no sparsity; torchao is 2:4, multiplied by "
-        "torchao on a CUDA device; compressed-tensors is for vLLM and SGLang, of 4 or 8 bits "
+        "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; torchao is "
+        "2:4, multiplied by torchao on a CUDA device; compressed-tensors is for vLLM and SGLang, "
+        "of 4 or 8 bits "
         "(default: the file of the engine whose `grid` the run has, compressed-tensors or GGUF; "
         "bitmask4 where the report says `bits` of 3 or 4, packed where the checkpoint is 2:4, else "
         "bitmask)"

@@ -1,4 +1,4 @@
-"""Write a pruned checkpoint file by file: packed, or dense."""
+"""Write a pruned checkpoint file by file, some of its weights packed."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,6 @@ from mrp_lightning.storage.json_files import as_json
 from mrp_sparse.eight_bit_head import Head
 from mrp_sparse.formats.eight_bit import EIGHT_BIT, VERSION, pack
 from mrp_sparse.formats.packed_format import NOTE
-from mrp_sparse.formats.sparse24 import positive_zeros
 
 _HEAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -144,23 +143,12 @@ def write_packed(
     yield from write_converted(source, directory, layers, convert, present, head=head)
 
 
-def write_dense(
-    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
-) -> Iterator[str]:
-    """Write dense safetensors in which the layers' zeros are positive; see `write_packed`."""
-
-    def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
-        return {layer.tensor: positive_zeros(tensor)[0]}
-
-    yield from write_converted(source, directory, layers, convert, None)
-
-
 def write_converted(
     source: Checkpoint,
     directory: Path,
     layers: Sequence[LayerChoice],
     convert: Callable[[LayerChoice, Tensor], dict[str, Tensor]],
-    settings: dict[str, Any] | None,
+    settings: dict[str, Any],
     *,
     head: HeadChoice | None = None,
 ) -> Iterator[str]:
@@ -171,7 +159,7 @@ def write_converted(
         directory: An empty directory.
         layers: The layers whose weights are converted.
         convert: Returns the tensors, by name, to write for a layer's weight.
-        settings: The `quantization_config` to write; None for none.
+        settings: The `quantization_config` to write.
         head: A head that is written in 8 bits.
 
     Yields:
@@ -198,11 +186,8 @@ def write_converted(
     if len(source.files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         save_text(directory / "model.safetensors.index.json", as_json(index))
-    config = dict(source.config)
-    if settings is not None:
-        config["quantization_config"] = settings
-    if config:
-        save_text(directory / "config.json", as_json(config))
+    config = source.config | {"quantization_config": settings}
+    save_text(directory / "config.json", as_json(config))
     for companion in source.companions:
         (directory / companion).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.path / companion, directory / companion)

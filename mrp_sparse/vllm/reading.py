@@ -20,7 +20,7 @@ from mrp_sparse.vllm.linear import EXPORT_AGAIN, Arrivals, EightBitMethod, Packe
 
 log = init_logger(f"vllm.{__name__}")
 
-_NEXT_STEP = "Run the model in transformers, or export it with `--format dense`."
+_NEXT_STEP = "Run the model in transformers, or serve the pruned one that was packed."
 
 
 @functools.cache

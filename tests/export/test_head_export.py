@@ -207,10 +207,11 @@ def test_a_head_that_is_packed_twice_is_refused(packed):
         export.load(packed)
 
 
-def test_what_has_no_such_form_is_refused(source, pruned, capsys, tmp_path):
+def test_what_has_no_such_form_is_refused(source, pruned, capsys, tmp_path, monkeypatch):
     bits = ["--head-bits", "8"]
-    shown = refusal([source, "--format", "dense", *bits], capsys)
-    assert "not for `--format dense`" in shown
+    monkeypatch.setattr("export.packing.torchao_missing", lambda _: None)
+    shown = refusal([source, "--format", "torchao", *bits], capsys)
+    assert "not for `--format torchao`" in shown
     odd = pruned(hidden_size=24, intermediate_size=64, num_attention_heads=3, num_key_value_heads=3)
     shown = refusal([odd, "--out", str(tmp_path / "odd"), *bits], capsys)
     assert "a multiple of 16, got 24" in shown

@@ -96,15 +96,6 @@ def test_it_is_packed_and_loaded_bit_by_bit(pruned, capsys):
     assert torch.allclose(other(x), module(x), rtol=1e-5, atol=1e-5)
 
 
-def test_the_dense_format_loads_with_the_same_function(pruned):
-    module, directory = pruned
-    main([str(directory), "--format", "dense"])
-    out = directory.with_name("own-dense")
-    assert not (out / "config.json").exists()
-    other = export.load_into(Own(), out)
-    assert all(torch.equal(t, module.state_dict()[n]) for n, t in other.state_dict().items())
-
-
 def test_a_module_that_does_not_fit_is_left_as_it_is(pruned):
     _, directory = pruned
     out = directory.with_name("own-sparse24")

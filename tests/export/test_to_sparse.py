@@ -87,18 +87,13 @@ def test_a_single_shard_with_an_index_becomes_a_file_without(llama, ids):
     assert torch.equal(logits(out, ids), before)
 
 
-def test_dense_format_keeps_zeros_and_makes_them_positive(llama, ids):
+def test_zeros_become_positive_and_are_counted(llama, ids):
     set_group(llama, "model.layers.0.mlp.up_proj", [-0.0, 1.0, -0.0, 0.5])
     before = logits(llama, ids)
-    main([str(llama), "--format", "dense"])
-    out = llama.with_name("llama-dense")
+    main([str(llama)])
+    out = llama.with_name("llama-sparse24")
     report = json.loads((out / "export_report.json").read_text())
     assert report["totals"]["negative_zeros"] == 2
-    weight = load_file(out / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    assert not weight[weight == 0].signbit().any()
-    assert not (out / "README.md").exists()  # as the source has none
-    # transformers alone must do
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert torch.equal(logits(out, ids), before)
 
 
@@ -252,7 +247,7 @@ def test_values_that_are_not_finite_are_refused_and_named(llama, capsys):
     tensors = load_file(llama / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan  # in no layer that is packed
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    for options in ([], ["--check-only"], ["--format", "dense"]):
+    for options in ([], ["--check-only"], ["--format", "bitmask"]):
         shown = refusal([llama, *options], capsys)
         assert "NaN or Inf in 2 tensors. The checkpoint is damaged" in shown
         assert "model.layers.1.mlp.up_proj.weight: 2\n  model.norm.weight: 1\n" in shown
@@ -341,9 +336,3 @@ def test_a_card_names_no_command_where_none_is_known(llama, monkeypatch):
         main([str(llama), "--overwrite"])
         text = (llama.with_name("llama-sparse24") / "README.md").read_text()
         assert ("Made by:" in text) == is_named
-
-
-def test_the_dense_form_has_the_pruned_models(llama):
-    (llama / "README.md").write_text(CARD)
-    main([str(llama), "--format", "dense"])
-    assert (llama.with_name("llama-dense") / "README.md").read_text() == CARD
