@@ -153,8 +153,6 @@ def _first_checks(options: Namespace) -> None:
     check_output(options.save_dir, overwrite=options.overwrite)
     if options.gguf is not None:
         require_extra("gguf", "Writing a GGUF file")
-    if options.format == "torchao":
-        require_extra("torchao", "`--format torchao`")
 
 
 def _settings(options: Namespace) -> "Settings | None":
@@ -270,7 +268,7 @@ def _distilled(
             "keep. Leave out `--distill`, or the bits.",
             "allocation",
         )
-    of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
+    of_result = {"save_dir", "overwrite", "restart", "pack", "gguf", "eval_samples"}
     chosen = parser.by_option(options, vars(options).keys() - of_result - {"named_model"})
     chosen["content of MODEL"] = state_of_model(options.model)
     if files and "-" not in options.train_files:
@@ -295,39 +293,26 @@ def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> 
         OptionError: A command would refuse the result, hours later.
     """
     from mrp_lightning.commands.comparison import Conversion
-    from mrp_lightning.commands.main import command_module
-    from mrp_lightning.solver.patterns import Unstructured
 
     again = ["--overwrite"] * options.overwrite
     conversions = []
-    form, recipe = options.format, None if settings is None else settings.recipe
-    if form and form not in (formats := command_module("export").FORMATS):
-        raise OptionError(f"expected one of {', '.join(formats)}. Got {form}.", "format")
-    if (options.pack or form) and (settings is None or settings.structure is not None):
-        raise OptionError(
-            "neither `--structure` nor `--vocabulary` alone leaves zeros or few bits to pack. "
-            "Leave it out: what is saved is smaller as it is.",
-            "format" if form else "pack",
-        )
-    grid = None if recipe is None else recipe.grid
-    if form in ("bitmask4", "compressed-tensors") and grid is None:
-        raise OptionError(f"{form} is for few bits. Give `--bits` or `--grid`, too.", "format")
-    if form == "packed" and recipe is not None and isinstance(recipe.pattern, Unstructured):
-        raise OptionError("packed is for `--pattern 2:4`. Give that, or leave this out.", "format")
-    if recipe is not None and recipe.is_of_head_alone:
-        grid = recipe.head_grid
-    if options.pack and form is None and grid is not None and grid.engine is not None:
-        if grid.engine == "llama.cpp":
+    if options.pack:
+        if settings is None or settings.structure is not None:
             raise OptionError(
-                f"{grid} is a type of llama.cpp. Write its file by `--gguf OUT.gguf`, or name a "
-                "`--format`.",
+                "neither `--structure` nor `--vocabulary` alone leaves zeros or few bits to pack. "
+                "Leave it out: what is saved is smaller as it is.",
                 "pack",
             )
-        form = "compressed-tensors"
-    if options.pack or form:
-        packed = out.with_name(f"{out.name}-{form or 'packed'}")
-        chosen = ["--format", form] if form else []
-        conversions.append(Conversion("export", packed, [*chosen, *again]))
+        recipe = settings.recipe
+        grid = recipe.head_grid if recipe.is_of_head_alone else recipe.grid
+        engine = None if grid is None else grid.engine
+        if engine == "llama.cpp":
+            raise OptionError(
+                f"{grid} is a type of llama.cpp. Write its file by `--gguf OUT.gguf`.", "pack"
+            )
+        form = ["--format", "compressed-tensors"] if engine else []
+        packed = out.with_name(f"{out.name}-{form[-1] if form else 'packed'}")
+        conversions.append(Conversion("export", packed, [*form, *again]))
     if options.gguf:
         if options.gguf.suffix != ".gguf":
             raise OptionError(f"expected a file that ends in .gguf. Got {options.gguf}.", "gguf")
@@ -481,8 +466,6 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     group.add_argument("--restart", action="store_true", help=text)
     text = "also write a copy without zeros, as `export` does: smaller, and faster with a kernel"
     group.add_argument("--pack", action="store_true", help=text)
-    text = "the format of that copy, as of `export`: packed, bitmask, compressed-tensors, …"
-    group.add_argument("--format", metavar="FORMAT", help=text)
     text = "also write a file for llama.cpp, as `gguf` does"
     group.add_argument("--gguf", type=Path, metavar="OUT.gguf", help=text)
     option("--dtype", help="the type in which the model is loaded (default: as it is stored)")

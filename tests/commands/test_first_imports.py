@@ -123,7 +123,6 @@ _MISSING = [
     (["gguf", "accelerate"], ["layers", "model.gguf"], "gguf"),
     (["gguf"], ["gguf", "run"], "gguf"),
     (["datasets"], [*_PRUNE, "--text=table.csv"], "data"),
-    (["torchao"], [*_PRUNE, "--format=torchao"], "torchao"),
     (["torchao"], ["export", "run", "--format=torchao"], "torchao"),
     (["lm_eval"], ["zeroshot", "--model", str(STDLIB_LLAMA)], "zeroshot"),
     (["matplotlib"], ["report", "run"], "report"),
