@@ -44,7 +44,6 @@ CONTESTANTS = {
     "MM (128)": ("MM", 128),
     "MM (all)": ("MM", None),
     "JM": ("JM", None),
-    "SSM": ("SSM", 128),
 }
 
 

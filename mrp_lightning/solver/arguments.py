@@ -10,7 +10,7 @@ from mrp_lightning.errors import MethodError
 GROUP_SIZE = 64
 """Default of `group_size`, the columns that share a scale; read by commands without torch."""
 MASK_NAMES = ("magnitude", "wanda", "S", "M", "J")
-COMPENSATION_NAMES = ("none", "S", "M", "SM")
+COMPENSATION_NAMES = ("none", "S", "M")
 NAMED = {
     "magnitude": "magnitude+none",
     "wanda": "wanda+none",
@@ -20,7 +20,6 @@ NAMED = {
     "MS": "M+S",
     "MM": "M+M",
     "JM": "J+M",
-    "SSM": "S+SM",
 }
 """The pair MASK+COMPENSATION of each method that has a name of its own."""
 
@@ -49,9 +48,8 @@ class LayerSettings:
     """
 
     method: str
-    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, JM, SSM (the mask of SS, then the
-    exact compensation), or a pair MASK+COMPENSATION, with MASK magnitude, wanda, S, M or J, and
-    COMPENSATION none, S, M or SM (S to choose, then M). Case matters."""
+    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, JM, or a pair MASK+COMPENSATION,
+    with MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
 
     sparsity: float | None = None
     """The fraction of the weights to remove, in (0, 1)."""

@@ -1,8 +1,7 @@
 """Compensations: how the kept weights make up for the removed ones.
 
 `ColumnSweep` is SparseGPT's; `ExactCompensation` finds the optimum of all kept weights (the paper's
-Algorithm 1) by conjugate gradients on `MaskedRows`; `SweptCompensation` is the first, then the
-optimum for its mask.
+Algorithm 1) by conjugate gradients on `MaskedRows`.
 """
 
 import math
@@ -179,43 +178,14 @@ class ExactCompensation:
             x = weight.masked_fill(pruned, 0)
         else:
             x, pruned, iterations = _block_by_block(problem, choose)
-        return self._finish(problem, x, pruned, iterations)
-
-    def improve(self, problem: Problem, start: Compensated) -> Compensated:
-        """Bring the kept weights of a compensation to the optimum for what it has removed."""
-        # Contiguous, as all tensors of the iteration are: a column sweep's result is transposed.
-        x = start.weight.masked_fill(start.pruned, 0).contiguous()
-        return self._finish(problem, x, start.pruned.contiguous(), 0)
-
-    def _finish(self, problem: Problem, x: Tensor, pruned: Tensor, iterations: int) -> Compensated:
-        """Solve for the removed set from x, after `iterations` so far."""
-        dtype = problem.weight.dtype
+        dtype = weight.dtype
         tolerance = self.tolerance or (1e-4 if problem.result_dtype.itemsize == 2 else 1e-6)
         # Float32 iterations need not come near the optimum of an ill-conditioned matrix.
         if not problem.damped.float32_suffices:
-            problem = replace(problem, weight=problem.weight.double())
+            problem = replace(problem, weight=weight.double())
         x = x.to(problem.weight.dtype)
         steps, gap = _solve(problem, x, pruned, tolerance, dtype, iterations)
         return Compensated(x.to(dtype), pruned, steps, gap)
-
-
-@dataclass(frozen=True)
-class SweptCompensation:
-    """Solution 𝔖 for the choice, and 𝔐 for the weights: the optimum for a column sweep's mask.
-
-    A single solve, started from the swept weights, sets all kept weights to the optimum. It takes
-    about the time of `ExactCompensation` with one block. As a rule its mask loses less than a mask
-    chosen in one block, and more than Algorithm 1's.
-    """
-
-    name: ClassVar[str] = "SM"
-    needs_inverse: ClassVar[bool] = True
-
-    exact: ExactCompensation
-
-    def apply(self, problem: Problem, mask: Mask) -> Compensated:
-        """Choose the mask in a column sweep, and solve for it."""
-        return self.exact.improve(problem, ColumnSweep().apply(problem, mask))
 
 
 def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, int]:

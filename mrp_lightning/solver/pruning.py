@@ -89,8 +89,8 @@ def prune_weight(
         hessian: H = 2·XᵀX / tokens, (columns, columns), undamped; see `HessianAccumulator`.
         sparsity: The fraction of the weights to remove, in (0, 1).
         pattern: "N:M", such as "2:4": N of every M consecutive columns of a row stay.
-        method: magnitude, wanda, SS (or sparsegpt), SM, MS, MM, JM, SSM, or a pair
-            MASK+COMPENSATION of magnitude, wanda, S, M or J and none, S, M or SM.
+        method: magnitude, wanda, SS (or sparsegpt), SM, MS, MM, JM, or a pair
+            MASK+COMPENSATION of magnitude, wanda, S, M or J and none, S or M.
         block_size: The number of columns whose weights are chosen together (the paper's S), for
             "N:M" a multiple of M; `None` for all.
         damping: λ as a fraction ≥ 0 of the mean of H's diagonal, to which λ is added. It rises

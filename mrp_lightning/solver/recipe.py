@@ -14,7 +14,6 @@ from mrp_lightning.solver.compensations import (
     Compensation,
     ExactCompensation,
     NoCompensation,
-    SweptCompensation,
 )
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 
@@ -43,15 +42,14 @@ class Method:
 def parse_method(name: str, *, tolerance: float | None = None) -> Method:
     """Return the method of a name, or of a pair MASK+COMPENSATION such as "wanda+M".
 
-    `tolerance` concerns the compensations M and SM; the others ignore it.
+    `tolerance` concerns the compensation M; the others ignore it.
 
     Raises:
         MethodError: There is no such method; the message lists all.
         OptionError: The tolerance is out of range.
     """
     # All are made, so that a tolerance out of range is an error for every method.
-    exact = ExactCompensation(tolerance)
-    instances = (NoCompensation(), ColumnSweep(), exact, SweptCompensation(exact))
+    instances = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
     compensations: dict[str, Compensation] = {each.name: each for each in instances}
     mask, compensation = method_parts(name)
     return Method(name, MASKS[mask], compensations[compensation])

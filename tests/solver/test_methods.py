@@ -14,8 +14,7 @@ from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import MASKS, NAMED, LayerSettings, Method, Recipe, parse_method
 
-COMPENSATIONS = ("none", "S", "M", "SM")
-PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in COMPENSATIONS]
+PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in ("none", "S", "M")]
 
 
 def test_names_are_pairs():
@@ -28,7 +27,9 @@ def test_names_are_pairs():
     assert tuple(MASKS) == MASK_NAMES
 
 
-@pytest.mark.parametrize("name", ["sm", "SparseGPT", "S+", "S+M+M", "none+M", "", "+", "obc", None])
+@pytest.mark.parametrize(
+    "name", ["sm", "SparseGPT", "S+", "S+M+M", "S+SM", "none+M", "", "+", "obc", None]
+)
 def test_an_unknown_method_lists_all(name):
     with pytest.raises(MethodError, match="`method` must be one of") as raised:
         parse_method(name)
@@ -111,21 +112,6 @@ def test_the_choice_of_m_is_the_cheapest_of_all_combinations(problem, truth, pat
             assert solution.pruned[row, block].nonzero().flatten().tolist() == sorted(expected)
 
 
-@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}])
-@pytest.mark.parametrize("mask", ["S", "wanda"])
-def test_the_compensation_sm_is_the_optimum_for_the_mask_of_the_sweep(
-    problem, truth, mask, arguments
-):
-    weight, inputs = problem(rows=6, columns=24)
-    hessian = truth.hessian_of(inputs)
-    swept = prune_weight(weight, hessian, method=f"{mask}+S", block_size=8, **arguments)
-    solution = prune_weight(weight, hessian, method=f"{mask}+SM", block_size=8, **arguments)
-    assert torch.equal(solution.pruned, swept.pruned)
-    assert solution.loss < swept.loss
-    best = truth.exact_optimum(weight, truth.damped(hessian), solution.pruned)
-    torch.testing.assert_close(solution.weight.double(), best, rtol=1e-2, atol=1e-3)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_pair_ends_at_its_pattern_and_says_whether_it_needs_the_inverse(
     problem, truth, name, monkeypatch
@@ -159,7 +145,7 @@ class OddColumns(Mask):
         )
 
 
-@pytest.mark.parametrize("compensation", COMPENSATIONS)
+@pytest.mark.parametrize("compensation", ["none", "S", "M"])
 def test_a_new_mask_needs_nothing_but_itself(problem, truth, compensation):
     weight, inputs = problem(rows=6, columns=24)
     hessian = truth.hessian_of(inputs)

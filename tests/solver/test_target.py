@@ -59,7 +59,7 @@ def test_is_the_weight_bit_for_bit_where_nothing_changed():
     assert aimed.target_loss == aimed.loss == plain.loss
 
 
-@pytest.mark.parametrize("method", ["JM", "SM", "SSM"])
+@pytest.mark.parametrize("method", ["JM", "SM"])
 def test_a_pruned_weight_keeps_its_zeros_and_the_others_go_to_the_optimum_for_them(method):
     weight, dense, pruned = streams()
     zeros = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
