@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -58,20 +58,18 @@ def load_tasks(
     names: Sequence[str],
     *,
     include_path: str | os.PathLike[str] | None = None,
-    num_fewshot: int = 0,
 ) -> Tasks:
-    """Find tasks or groups of lm-eval by name, and read their data.
+    """Find tasks or groups of lm-eval by name, and read their data; no prompt has examples.
 
     Args:
         names: The names; `*` and `?` are wildcards.
         include_path: A directory with YAML files of more tasks, which take precedence.
-        num_fewshot: Number of solved examples in each prompt, unless a task fixes it to 0.
 
     Raises:
         DependencyError: lm-eval is not installed.
         MissingFileError: `include_path` is no directory.
         OptionError: A name matches no task; the nearest names are listed. Or its YAML file is
-            wrong, or it has too few samples for `num_fewshot`.
+            wrong.
         DataError: Data sets cannot be read; the message lists all of them.
     """
     with extra("zeroshot", "Running zero-shot tasks"):
@@ -124,19 +122,8 @@ def load_tasks(
             "of the same schema as YAML tasks and name their directory with `include_path`.",
             "tasks",
         )
-    short = []
-    for name, task in tasks.items():
-        if task.get_config("num_fewshot") != 0:
-            task.set_config(key="num_fewshot", value=num_fewshot)
-            # One more, since a sample is no example of itself where both are of one split.
-            examples = islice(task.fewshot_docs() if num_fewshot else [], num_fewshot + 1)
-            short += [name] if num_fewshot and len([*examples]) <= num_fewshot else []
-    if short:
-        raise OptionError(
-            f"got {num_fewshot}, and {', '.join(short)} has no more samples to show as examples. "
-            "Give a smaller number.",
-            "num_fewshot",
-        )
+    for task in tasks.values():  # some have solved examples in each prompt by default
+        task.set_config(key="num_fewshot", value=0)
     return Tasks(manager, loaded, tasks)
 
 
@@ -243,7 +230,7 @@ def _run(options: Namespace) -> None:
     recorded = evaluation.read(directory) if has_record else evaluation.Evaluation()
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(source, **hub)
-    tasks = load_tasks(names, include_path=options.include_path, num_fewshot=options.num_fewshot)
+    tasks = load_tasks(names, include_path=options.include_path)
     from lm_eval.utils import handle_non_serializable, make_table
 
     model = CausalLM(source, dtype=options.dtype, **hub).to(device)
@@ -284,8 +271,6 @@ def _parser() -> Any:
     text = f"tasks or groups of lm-eval, * is a wildcard (default: {tasks})"
     option("--tasks", default=tasks, metavar="NAME,NAME", help=text)
     option("--include-path", metavar="DIR", help="YAML files of more tasks")
-    text = "solved examples in each prompt (default: 0)"
-    option("--num-fewshot", type=number_from(0), default=0, metavar="N", help=text)
     text = "requests at once, or auto: as many as fit (default: 8)"
     option("--batch-size", type=_batch_size, default=8, metavar="N", help=text)
     text = "only N samples a task, for a quick look"

@@ -117,12 +117,6 @@ def test_an_unknown_task_is_answered_with_the_nearest_names(own, capsys):
     assert "last_" not in error
 
 
-def test_more_examples_than_there_are_are_refused_before_the_model_is_loaded(own, capsys):
-    options = [f"--model={STDLIB_LLAMA}", own, "--tasks=last_word"]
-    error = failure(capsys, *options, "--num-fewshot=500")
-    assert "`--num-fewshot`: got 500, and last_word has no more samples" in error
-
-
 @pytest.mark.parametrize(
     ("text", "metric", "message"),
     [("{{words}}", "acc", "'words' is undefined"), ("{{text}}", "accurracy", "KeyError")],
