@@ -92,12 +92,8 @@ class Packed(Target[ExportReport]):
         self.suffix = self.name or (form.name if form else None)
 
     def require(self, options: Namespace) -> None:
-        """Refuse options that change the format of layers where that has no room for them."""
-        if options.head_bits == 8 and self.name is not None:
-            raise OptionError(
-                f"`--head-bits 8` is for the packed formats, and not for `--format {self.name}`."
-            )
-        if self.name is not None or self.form is not None:
+        """Refuse activations of 8 bits where the format has none."""
+        if self.form is not None:
             self._check_activations(options, self.form)
 
     def why_not(self, layer: LayerChoice) -> str | None:  # noqa: ARG002
@@ -125,18 +121,13 @@ class Packed(Target[ExportReport]):
         self._check_activations(job.options, layers[0].form)
         return ExportReport(source=job.source, format=name, layers=layers, head=head)
 
-    def _check_activations(self, options: Namespace, form: PackedFormat | None) -> None:
+    def _check_activations(self, options: Namespace, form: PackedFormat) -> None:
         """Raise an `OptionError` if activations are to be rounded, and files cannot ask for it."""
-        if options.activations == "int8" and "int8" not in self._roundings(form):
-            name = self.name or (form.option if form is not None else "")
+        if options.activations == "int8" and "int8" not in form.activations:
             raise OptionError(
                 f"`--activations {options.activations}` is for `--format {BITMASK4.option}`, and "
-                f"not for {name}. Leave it out, or prune with `bits=4`."
+                f"not for {self.name or form.option}. Leave it out, or prune with `bits=4`."
             )
-
-    def _roundings(self, form: PackedFormat | None) -> tuple[str, ...]:
-        """Return the dtypes to which files of a format may ask for activations to be rounded."""
-        return form.activations if form is not None and self.name is None else ()
 
     def write(self, job: Job, report: ExportReport, directory: Path) -> Iterator[str]:
         """Write packed tensors as safetensors, as `Target.write` asks.
@@ -147,7 +138,7 @@ class Packed(Target[ExportReport]):
         activations = job.options.activations
         # The loss is measured of transformers' models alone: for others the user decides.
         may_round = activations is None and bool(job.source.config)
-        if may_round and "int8" in self._roundings(report.packed[0].form):
+        if may_round and "int8" in report.packed[0].form.activations:
             activations = "int8"
         settings = {"activations": activations if activations == "int8" else None}
         return write_packed(job.source, directory, report.packed, report.head, settings)
@@ -251,11 +242,15 @@ class Torchao(Packed):
         return TORCHAO
 
     def require(self, options: Namespace) -> None:
-        """Raise an OptionError on machines where torchao's tensors do not run."""
+        """Raise an OptionError on machines where torchao's tensors do not run, or for 8 bits."""
         if reason := torchao_missing(device_named(options.device)):
             raise OptionError(
                 f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, "
                 "or write `--format packed`, whose files are the same and need no GPU."
+            )
+        if options.head_bits == 8:
+            raise OptionError(
+                "`--head-bits 8` is for the packed formats, and not for `--format torchao`."
             )
         super().require(options)
 
