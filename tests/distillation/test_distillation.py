@@ -461,3 +461,8 @@ def test_padding_alone_changes_nothing_and_ends_nothing(pair, windows):
     trainer.fit(Distillation(*pair), DataLoader(padded, batch_size=None))
     assert trainer.global_step == 2
     assert float(trainer.callback_metrics["kl"]) > 0
+
+
+def test_windows_of_no_token_are_refused_by_the_name_of_their_argument():
+    with pytest.raises(OptionError, match="`sequence_length` must be at least 2; got 0"):
+        DistillationText(tokens=1000, sequence_length=0)
