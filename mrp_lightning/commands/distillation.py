@@ -292,6 +292,7 @@ class DistilledPruning:
     files: Sequence[str] | None  # to distil on; `None` for text of the teacher's own alone
     text: Mapping[str, Any]  # more arguments of the `DistillationText`, and the share of own text
     tokens: int
+    moment_bits: int  # as of `Distillation`
     unfinished: Unfinished
     accelerator: str
 
@@ -358,7 +359,7 @@ class DistilledPruning:
             precision = fast_precision(self.accelerator)
             narrow = dense_dtype(precision) or self.teacher["dtype"]
             teacher = CausalLM(**{**self.teacher, "dtype": narrow})
-            module = Distillation(source, teacher, dtype="float32")
+            module = Distillation(source, teacher, dtype="float32", moment_bits=self.moment_bits)
             memory, _ = fit_memory(
                 module,
                 data.batch_size * data.sequence_length,

@@ -151,6 +151,10 @@ def _first_checks(options: Namespace) -> None:
             "own",
         )
     check_output(options.save_dir, overwrite=options.overwrite)
+    if options.moment_bits is not None and options.tokens is None:
+        raise OptionError("it is about the training of `--distill`. Give that, too.", "moment_bits")
+    if options.moment_bits == 8:
+        require_extra("torchao", "`--moment-bits 8`")
     if options.gguf is not None:
         require_extra("gguf", "Writing a GGUF file")
     if options.format == "torchao":
@@ -283,6 +287,7 @@ def _distilled(
         files,
         {key: value for key in of_text if (value := getattr(options, key)) is not None},
         options.tokens,
+        options.moment_bits or 32,
         Unfinished.of(out, chosen, restart=options.restart),
         options.accelerator,
     )
@@ -449,6 +454,9 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     option("--vocabulary", type=number_from(1), metavar="N", help=text)
     text = "then train what is kept on N tokens, as `distill` does: before it is put on few bits"
     option("--distill", dest="tokens", type=number_from(1), metavar="N", help=text)
+    text = "the bits of each of the optimizer's two moments of a weight in that training: 32 "
+    text += "(default), or 8, for less memory (needs torchao)"
+    option("--moment-bits", type=int, choices=[32, 8], help=text)
     group = parser.add_argument_group("text")
     text = "files, directories or wildcards to calibrate on, or - for standard input, of which a "
     text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "

@@ -388,6 +388,22 @@ def test_a_pruning_distils_before_it_rounds(
         assert torch.equal(weight, after[name])
 
 
+def test_a_pruning_distils_with_moments_of_8_bits(tiny_llama, tmp_path, monkeypatch, capsys):
+    def seen(module, *_):
+        assert module.moment_bits == 8
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(Distillation, "training_step", seen)
+    prune = ["prune", str(tiny_llama), "--pattern=2:4", "--moment-bits=8", "--num-samples=4"]
+    prune += ["--sequence-length=32", "--eval-samples=2", "--accelerator=cpu"]
+    prune += [f"--out={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit):
+        main(prune)
+    assert "`--moment-bits`: it is about the training of" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="seen"):
+        main([*prune, "--distill=640"])
+
+
 def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, capsys):
     """Else the corrected command would be refused for its other options."""
     out = ["--sparsity=0.5", "--sequence-length=32", f"--out={tmp_path / 'out'}"]
