@@ -25,7 +25,7 @@ from mrp_lightning.narrowing.tokenizer import Vocabulary
 from mrp_lightning.narrowing.vocabulary import require_cuttable
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
-from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.records.report import NAME, PruningReport, pruned_before, was_pruned
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.targets.plan import Plan
@@ -99,8 +99,10 @@ def prune_and_compare(
         subject.calibration = distilled.data(subject.data)
     plan = subject.plan(settings)
     console.print(_announcement(subject, plan, settings))
-    # The dense evaluation comes before the pruning, which changes the model in memory.
-    dense, sizes = subject.evaluate("dense model", console), [subject.num_bytes]
+    # The first evaluation comes before the pruning, which changes the model in memory.
+    given = "before" if was_pruned(pruned_before(subject.model.model.name_or_path)) else "dense"
+    state = "model before this run" if given == "before" else "dense model"
+    dense, sizes = subject.evaluate(state, console), [subject.num_bytes]
     console.print(_expectation(subject, plan, settings, distils=distilled is not None))
     start = time.perf_counter()
     first = prune if distilled is None else distilled.pruning()
@@ -118,7 +120,7 @@ def prune_and_compare(
     seconds = time.perf_counter() - start
     sizes.append(subject.num_bytes)
     report = PruningReport.load(prune.save_dir / NAME)
-    table = _table(dense, pruned, first.settings, report, sizes, seconds)
+    table = _table(given, dense, pruned, first.settings, report, sizes, seconds)
     if distilled is not None:
         table.add_row(f"{amount(settings)}, distilled", *_quality(dense, final))
     scores = {"perplexity": {subject.text: final}, "dense": {subject.text: dense}}
@@ -127,7 +129,7 @@ def prune_and_compare(
     record(prune.save_dir, **scores, model=str(prune.save_dir))
     read = f"{counted(len(subject.windows), 'window')} of {subject.windows.ids.shape[1]}"
     console.print(table, f"Evaluated on {read} tokens of the {subject.text}.")
-    return why_useless(dense, final)
+    return why_useless(dense, final, state)
 
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
@@ -188,6 +190,7 @@ def method(settings: Settings) -> str:
 
 
 def _table(
+    given: str,
     dense: Scores,
     pruned: Scores,
     settings: Settings,
@@ -195,19 +198,22 @@ def _table(
     sizes: Sequence[int],
     seconds: float,
 ) -> Table:
-    """Return a table of both models; `seconds` is the time of pruning and writing."""
+    """Return a table of the `given` model, dense or before, and the pruned one.
+
+    `seconds` is the time of pruning and writing.
+    """
     totals, narrowed = report.totals, report.narrowed
     share = totals["removed"] / totals["model_weights"]
     if narrowed:
         share = 1 - narrowed["model_weights"] / totals["model_weights"]
-    measures = [f"perplexity @{dense['context']}", "× dense"]
+    measures = [f"perplexity @{dense['context']}", f"× {given}"]
     if "cosine" in dense:
         measures = ["mean cosine of outputs", ""]
     table = Table()
     table.add_column("model", overflow="fold")
     for column in (*measures, "weights removed", "weights", "time"):
         table.add_column(column, justify="right")
-    table.add_row("dense", _quality(dense, dense)[0], "", "", memory(sizes[0]))
+    table.add_row(given, _quality(dense, dense)[0], "", "", memory(sizes[0]))
     spent = roughly(max(seconds, totals["seconds"]))  # includes interrupted runs
     name = f"{amount(settings)} by {method(settings)}"
     table.add_row(name, *_quality(dense, pruned), percent(share), memory(sizes[1]), spent)
@@ -225,8 +231,11 @@ def _ratio(dense: Scores, pruned: Scores) -> float:
     return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
 
 
-def why_useless(dense: Scores, pruned: Scores) -> str | None:
-    """Return why a pruned model is of no use, `None` if it may be useful."""
+def why_useless(dense: Scores, pruned: Scores, state: str = "dense model") -> str | None:
+    """Return why a pruned model is of no use, `None` if it may be useful.
+
+    `state` names the model with the scores `dense`.
+    """
     # The negations also catch NaN, which compares as false: a model that computes NaN is of no use.
     if "cosine" in pruned:
         cosine = pruned["cosine"] or 0.0
@@ -235,7 +244,7 @@ def why_useless(dense: Scores, pruned: Scores) -> str | None:
     else:
         ratio = _ratio(dense, pruned)
         is_useless = not ratio < _USELESS_RATIO
-        loss = f"The perplexity is {number(ratio)} times that of the dense model"
+        loss = f"The perplexity is {number(ratio)} times that of the {state}"
     if not is_useless:
         return None
     return (

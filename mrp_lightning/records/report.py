@@ -245,6 +245,14 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     return [*(x for x in known if isinstance(x, dict)), own]
 
 
+def was_pruned(earlier: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether weights were removed or rounded in one of the results of `pruned_before`.
+
+    A model of which the vocabulary alone was cut is dense.
+    """
+    return any("method" in run for run in earlier)
+
+
 def dense_model_of(report: PruningReport) -> str | None:
     """Return the model before a pruning and all earlier ones of it, `None` if it is not recorded.
 

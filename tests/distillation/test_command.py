@@ -271,7 +271,10 @@ def test_after_several_prunings_the_first_model_is_the_teacher(run, tiny_llama, 
     main(
         [*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", f"--out={twice}"]
     )
-    capsys.readouterr()
+    shown = capsys.readouterr().out
+    assert "Evaluating the model before this run on" in shown
+    assert "│ before " in shown
+    assert "dense" not in shown
     main(["distill", str(twice), *SMALL])
     shown = "".join(capsys.readouterr().out.split())
     assert f"Loading{twice}and{tiny_llama}…" in shown
