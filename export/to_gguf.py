@@ -12,7 +12,7 @@ from mrp_lightning import errors
 from mrp_lightning.commands.command import CommandParser, check_directory, exit_on_mistake
 from mrp_lightning.environment import require_extra
 from mrp_lightning.models.locations import find_gguf
-from mrp_lightning.storage.outputs import save_file
+from mrp_lightning.storage.outputs import check_output_file, save_file
 
 _TYPES = (
     *("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q5_1", "q5_k", "q4_0", "q4_1", "q4_k"),
@@ -115,6 +115,7 @@ def _checked_output(out: Path, like: Path | None, options: Namespace) -> Path:
         raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
     if os.path.lexists(out) and not options.overwrite:
         raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
+    check_output_file(out, "--out")
     return out
 
 

@@ -27,7 +27,7 @@ from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import NAME, PruningReport, pruned_before, was_pruned
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.storage.outputs import check_output_dir
+from mrp_lightning.storage.outputs import check_output_dir, check_output_file
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
 from mrp_lightning.text.windows import Windows
@@ -51,15 +51,17 @@ class Conversion:
         overwrite = "--overwrite" in self.options
         if self.command == "export":
             check_output_dir(self.out, overwrite=overwrite, argument="--pack")
-        elif self.out.exists() and not overwrite:
+            return
+        if self.out.exists() and not overwrite:
             raise FileExistsError(f"{self.out} exists. Name another, or add `--overwrite`.")
-        elif isinstance(model, TextModel):
+        check_output_file(self.out, "--gguf")
+        if isinstance(model, TextModel):
             raise OptionError(
                 f"a {type(model.model).__name__} predicts no next token, and files for llama.cpp "
                 "are made of models that do. Leave it out.",
                 "gguf",
             )
-        elif "--like" not in self.options:
+        if "--like" not in self.options:
             source = model.model.name_or_path
             try:
                 command_module(self.command).check_config(model.model.config, source)

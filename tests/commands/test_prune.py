@@ -82,6 +82,7 @@ def test_the_next_step_converts_for_what_runs_the_model(settings, command):
         (["--sparsity=0.5", "--format=bitmask4"], "`--format`: bitmask4 is for few bits"),
         (["--sparsity=0.5", "--format=packed"], "`--format`: packed is for `--pattern 2:4`"),
         (["--bits=4", "--out=a", "--gguf=a/b.gguf"], "`--gguf`: expected a file outside of a."),
+        (["--bits=4", "--out=a", "--gguf=/proc/b.gguf"], "`--gguf`: /proc/b.gguf cannot be made"),
     ],
 )
 def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, capsys):
