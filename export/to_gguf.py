@@ -60,11 +60,12 @@ def convert(options: Namespace) -> Path:
     from export.conversion.selection import Claims
     from export.gguf.file import write_gguf
     from mrp_lightning.records.grid_file import NAME as PARAMETERS
+    from mrp_lightning.records.report import pruned_before, was_rounded
 
     silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
     claims = Claims.read(run)
-    kind = options.type or ("auto" if claims.grids else "bf16")
+    kind = options.type or ("auto" if was_rounded(pruned_before(run)) else "bf16")
     needing = [str(grid) for grid in claims.grids if grid.needs_parameters]
     # Weights on such a grid do not determine minima and units to the bit, so that the file of the
     # parameters is needed. It is looked for before the checkpoint is read.
@@ -133,7 +134,7 @@ def _parser() -> Any:
     option("--like", metavar="SOURCE.gguf", help=text)
     text = (
         "of matrices; norms and biases are float32. auto: the smallest type that holds a matrix to "
-        "the bit (default: auto for a pruning with bits, else bf16)"
+        "the bit (default: auto for a model that was put on few bits, else bf16)"
     )
     option("--type", choices=_TYPES, help=text)
     text = (
