@@ -131,7 +131,7 @@ def prune_and_compare(
     record(prune.save_dir, **scores, model=str(prune.save_dir))
     read = f"{counted(len(subject.windows), 'window')} of {subject.windows.ids.shape[1]}"
     console.print(table, f"Evaluated on {read} tokens of the {subject.text}.")
-    return why_useless(dense, final, state)
+    return why_useless(dense, final, state, settings.structure)
 
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
@@ -233,10 +233,12 @@ def _ratio(dense: Scores, pruned: Scores) -> float:
     return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
 
 
-def why_useless(dense: Scores, pruned: Scores, state: str = "dense model") -> str | None:
-    """Return why a pruned model is of no use, `None` if it may be useful.
+def why_useless(
+    dense: Scores, pruned: Scores, state: str = "dense model", structure: str | None = None
+) -> str | None:
+    """Return why a pruned model is of no use, and what to do; `None` if it may be useful.
 
-    `state` names the model with the scores `dense`.
+    `state` names the model with the scores `dense`, and `structure` the units that were removed.
     """
     # The negations also catch NaN, which compares as false: a model that computes NaN is of no use.
     if "cosine" in pruned:
@@ -249,11 +251,14 @@ def why_useless(dense: Scores, pruned: Scores, state: str = "dense model") -> st
         loss = f"The perplexity is {number(ratio)} times that of the {state}"
     if not is_useless:
         return None
-    return (
-        f"{loss}, which is of little use. Remove less (a lower `--sparsity`, a `--pattern` that "
-        "keeps more, or more bits), or lose less: `--recipe best` and calibration `--text` that is "
-        "like yours."
+    remedy = (
+        "Remove less (a lower `--sparsity`, a `--pattern` that keeps more, or more bits), or lose "
+        "less: `--recipe best` and calibration `--text` that is like yours."
     )
+    if structure is not None:
+        remedy = f"Remove fewer {structure} (a lower `--sparsity`)"
+        remedy += "." if "cosine" in pruned else ", or train those left: `mrp-lightning distill`."
+    return f"{loss}, which is of little use. {remedy}"
 
 
 def cut_and_compare(subject: Subject, size: int, console: Console) -> Scores:

@@ -429,6 +429,8 @@ def test_a_ruined_model_is_told_in_a_sentence():
     dense = {"perplexity": 1.0}
     assert "is 1.42e+04 times that of the dense model" in why_useless(dense, {"perplexity": 14200})
     assert "is not finite times" in why_useless(dense, {"perplexity": None})
+    of_blocks = why_useless(dense, {"perplexity": 4}, structure="blocks")
+    assert "Remove fewer blocks (a lower `--sparsity`), or train those left: `mrp-li" in of_blocks
     assert why_useless(dense, {"perplexity": 1.2}) is None
     assert "those before is 0.3, which is of little" in why_useless({}, {"cosine": 0.3})
     assert "those before is not finite" in why_useless({}, {"cosine": float("nan")})
