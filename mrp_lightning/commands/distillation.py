@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
+from mrp_lightning.commands.command import unfinished_directory
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.devices import available_memory
 from mrp_lightning.distillation.module import Distillation, needed_disk, needed_memory
@@ -98,7 +99,7 @@ class Unfinished:
             OptionError: It began with other options, and `restart` is false.
         """
         wanted = json.loads(json.dumps(options, default=str))
-        unfinished = cls(out.with_name(f".{out.name}.distilling"), wanted)
+        unfinished = cls(unfinished_directory(out), wanted)
         record = unfinished.directory / "options.json"
         stored = json.loads(record.read_text()) if record.is_file() else wanted
         differing = [name for name in wanted if stored.get(name) != wanted[name]]

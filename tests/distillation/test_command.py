@@ -122,8 +122,8 @@ def test_a_run_that_ends_within_a_validation_has_the_same_best_step(run, monkeyp
         assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_the_figures_come_with_the_model(run, monkeypatch):
-    """A process that is killed right behind the saving leaves both."""
+def test_the_figures_come_with_the_model(run, monkeypatch, capsys):
+    """A process that is killed right behind the saving leaves both, and what it worked with."""
     out = run.with_name("out")
     save = distillation.SaveModel.on_fit_end
 
@@ -131,12 +131,19 @@ def test_the_figures_come_with_the_model(run, monkeypatch):
         save(self, *arguments)
         raise RuntimeError("the power is gone")
 
-    monkeypatch.setattr(distillation.SaveModel, "on_fit_end", killed)
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        main(["distill", str(run), *SMALL, "--out", str(out)])
+    again = [str(run), *SMALL, "--out", str(out)]
+    with monkeypatch.context() as patched:
+        patched.setattr(distillation.SaveModel, "on_fit_end", killed)
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            main(["distill", *again])
     figures = json.loads((out / "distillation.json").read_text())
     assert (figures["steps"], figures["tokens"]) == (5, 640)
     assert "distillation.json" in json.loads((out / "pruning_report.json").read_text())["files"]
+    left = run.with_name(".out.distilling")
+    assert f"ended before its last step, and left {left}: " in refusal(again, capsys)
+    main(["distill", *again, "--overwrite"])
+    assert json.loads((out / "distillation.json").read_text())["end"] == figures["end"]
+    assert not left.exists()
 
 
 def test_an_unfinished_run_of_other_weights_is_not_gone_on_with(run, monkeypatch, capsys):
