@@ -102,8 +102,7 @@ def prune_and_compare(
     plan = subject.plan(settings)
     console.print(_announcement(subject, plan, settings))
     # The first evaluation comes before the pruning, which changes the model in memory.
-    given = "before" if was_pruned(pruned_before(subject.model.model.name_or_path)) else "dense"
-    state = "model before this run" if given == "before" else "dense model"
+    given, state = _given(subject)
     dense, sizes = subject.evaluate(state, console), [subject.num_bytes]
     console.print(_expectation(subject, plan, settings, distils=distilled is not None))
     start = time.perf_counter()
@@ -132,6 +131,13 @@ def prune_and_compare(
     read = f"{counted(len(subject.windows), 'window')} of {subject.windows.ids.shape[1]}"
     console.print(table, f"Evaluated on {read} tokens of the {subject.text}.")
     return why_useless(dense, final, state, settings.structure)
+
+
+def _given(subject: Subject) -> tuple[str, str]:
+    """Return two names of the model before the run, `dense` unless it was pruned earlier."""
+    if was_pruned(pruned_before(str(subject.model.model.name_or_path))):
+        return "before", "model before this run"
+    return "dense", "dense model"
 
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
@@ -281,7 +287,8 @@ def cut_and_compare(subject: Subject, size: int, console: Console) -> Scores:
     require_cuttable(model.model, model.tokenizer, size)
     sizes = [subject.num_bytes]
     subject.cut_windows()
-    dense = _evaluate_bytes(subject, "dense model", console)
+    _, state = _given(subject)
+    dense = _evaluate_bytes(subject, state, console)
     console.print(f"Counting the tokens of {subject.source} …")
     cut_vocabulary(model, size, data.documents("train"))
     data.tokenizer = model.tokenizer
