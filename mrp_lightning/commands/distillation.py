@@ -350,7 +350,7 @@ class DistilledPruning:
     def finish(self, source: CausalLM, trainer: Trainer, data: DistillationText) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
         assert self.prune.save_dir is not None
-        log.info("Distilling on %s tokens …", f"{self.tokens:,}")
+        log.info("Distilling on %s tokens, towards %s …", f"{self.tokens:,}", self.teacher["model"])
         settings = self.prune.settings
         is_rounded = bool(settings.recipe.grids)
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir

@@ -21,6 +21,7 @@ from mrp_lightning.commands.command import (
 )
 from mrp_lightning.environment import extra, quiet_lightning, require_extra
 from mrp_lightning.errors import OptionError
+from mrp_lightning.models.locations import require_model
 from mrp_lightning.pruning.arguments import PruningArguments
 
 if TYPE_CHECKING:
@@ -276,14 +277,17 @@ def _distilled(
         )
     of_result = {"save_dir", "overwrite", "restart", "pack", "format", "gguf", "eval_samples"}
     chosen = parser.by_option(options, vars(options).keys() - of_result - {"named_model"})
+    teacher = _teacher(options)
     chosen["content of MODEL"] = state_of_model(options.model)
+    if teacher["model"] != options.model:
+        chosen["content of the dense model"] = state_of_model(teacher["model"])
     if files and "-" not in options.train_files:
         paths = expanded({"train_files": [Path(name) for name in files]})["train_files"]
         chosen["content of the text"] = state_of(paths)
     of_text = ("text_column", "tokenizer", "seed", "own")
     return DistilledPruning(
         prune,
-        {key: getattr(options, key) for key in _OF_MODEL},
+        teacher,
         files,
         {key: value for key in of_text if (value := getattr(options, key)) is not None},
         options.tokens,
@@ -291,6 +295,34 @@ def _distilled(
         Unfinished.of(out, chosen, restart=options.restart),
         options.accelerator,
     )
+
+
+def _teacher(options: Namespace) -> dict[str, Any]:
+    """Return the arguments of `CausalLM` for the dense model, before all prunings of MODEL.
+
+    Raises:
+        OptionError: MODEL was pruned before, and its dense model is gone.
+        FormatError: A report of an earlier pruning cannot be read.
+    """
+    from mrp_lightning.records.report import NAME, PruningReport, dense_model_of
+    from mrp_lightning.storage.files import output_path
+
+    given = {key: getattr(options, key) for key in _OF_MODEL}
+    file = output_path(options.model) / NAME
+    report = PruningReport.load(file) if file.is_file() else None
+    # The model before a cut of the vocabulary has another one.
+    dense = None if report is None or report.vocabulary else dense_model_of(report)
+    if dense is None:
+        return given
+    try:
+        require_model(dense)
+    except FileNotFoundError as error:
+        raise OptionError(
+            f"it learns from the dense model of {options.model}, and {dense} is not there. Leave "
+            "it out, and then distil the result: `mrp-lightning distill --teacher DIR`.",
+            "tokens",
+        ) from error
+    return given | {"model": dense, "gguf_file": None, "revision": None}
 
 
 def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> list["Conversion"]:

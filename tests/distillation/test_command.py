@@ -272,7 +272,9 @@ def refusal(args, capsys):
     return capsys.readouterr().err
 
 
-def test_after_several_prunings_the_first_model_is_the_teacher(run, tiny_llama, tmp_path, capsys):
+def test_after_several_prunings_the_first_model_is_the_teacher(
+    run, tiny_llama, tmp_path, monkeypatch, capsys
+):
     twice = tmp_path / "twice"
     prune = ["prune", str(run), "--structure=neurons", "--sparsity=0.5", "--num-samples=4"]
     main(
@@ -285,6 +287,22 @@ def test_after_several_prunings_the_first_model_is_the_teacher(run, tiny_llama, 
     main(["distill", str(twice), *SMALL])
     shown = "".join(capsys.readouterr().out.split())
     assert f"Loading{twice}and{tiny_llama}…" in shown
+
+    def seen(module, *_):
+        assert module.teacher.model.name_or_path == str(tiny_llama)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(Distillation, "training_step", seen)
+    again = [*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu"]
+    again += [f"--out={tmp_path / 'distilled'}", "--distill=640"]
+    with pytest.raises(RuntimeError, match="seen"):
+        main(again)
+    report = json.loads((run / "pruning_report.json").read_text())
+    report["config"]["base_model"] = str(run.with_name("moved"))
+    (run / "pruning_report.json").write_text(json.dumps(report))
+    with pytest.raises(SystemExit):
+        main(again)
+    assert "`--distill`: it learns from the dense model of" in capsys.readouterr().err
 
 
 def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
