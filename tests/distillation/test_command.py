@@ -326,6 +326,10 @@ def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     # It shows when the models are loaded, and leaves nothing that would refuse the right command.
     long = [str(run), *SMALL, "--sequence-length=9999", "--tokens=99990", "--batch-size=1"]
     assert "positions" in refusal(long, capsys)
+    cut = report | {"config": {"vocabulary": 700, "base_model": str(tiny_llama)}}
+    (run / "pruning_report.json").write_text(json.dumps(cut))
+    assert "`RUN`: the vocabulary of" in (error := refusal([str(run), *SMALL], capsys))
+    assert "nothing pruned, so that there is nothing to win back" in error
     assert sorted(path.name for path in run.parent.iterdir()) == ["half"]
 
 
