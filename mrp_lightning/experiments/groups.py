@@ -210,14 +210,16 @@ def _structure(run: RunDirectory) -> str | None:
 
 
 def _label(run: RunDirectory) -> str:
-    """Return the recipe or method of a run, the option that its sweep varied, and its state."""
+    """Return the recipe or method of a run, the option that its sweep varied, and what followed."""
     changed = run.trial.changed
     varied = f"{changed.option} {changed.value_text}" if changed else None
     state = None if run.complete else "incomplete"
     # A method chooses weights and other units, no blocks.
     of_blocks = run.report is not None and "removed" in run.report.narrowed
     by = "least change of the output" if of_blocks and not run.finished else run.trial.label
-    return ", ".join(filter(None, [by, varied, run.exported, state]))
+    trained = None if run.report is None else run.report.provenance.get("trained")
+    after = f"trained for {trained['steps']:,} steps" if trained else None
+    return ", ".join(filter(None, [by, varied, after, run.exported, state]))
 
 
 def _options(run: RunDirectory) -> dict[str, str]:

@@ -192,6 +192,20 @@ def test_finetunings_of_one_model_are_not_compared(tmp_path, save_run):
     assert [model.name for model in models_of(tmp_path)] == ["someone/base", "someone/chat"]
 
 
+def test_a_trained_copy_is_no_other_seed(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "half")
+    report = save_run(tmp_path / "half-distilled")
+    report.provenance["trained"] = {"steps": 390, "command": None}
+    report.save(tmp_path / "half-distilled")
+    for run, value in {"half": 8.0, "half-distilled": 6.0}.items():
+        save_perplexity(tmp_path / run, text=value)
+    (model,) = models_of(tmp_path)
+    assert [(v.label, [run.name for run in v.runs]) for v in model.groups] == [
+        ("SM", ["half"]),
+        ("SM, trained for 390 steps", ["half-distilled"]),
+    ]
+
+
 def test_several_dense_runs_leave_the_before_open(tmp_path, save_run, save_perplexity):
     save_run(tmp_path / "run")
     for name in ("base", "instruct"):
