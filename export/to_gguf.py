@@ -12,7 +12,7 @@ from mrp_lightning import errors
 from mrp_lightning.commands.command import CommandParser, check_directory, exit_on_mistake
 from mrp_lightning.environment import require_extra
 from mrp_lightning.models.locations import find_gguf
-from mrp_lightning.storage.outputs import save_file
+from mrp_lightning.storage.outputs import check_output_file, save_file
 
 _TYPES = (
     *("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q5_1", "q5_k", "q4_0", "q4_1", "q4_k"),
@@ -60,11 +60,12 @@ def convert(options: Namespace) -> Path:
     from export.conversion.selection import Claims
     from export.gguf.file import write_gguf
     from mrp_lightning.records.grid_file import NAME as PARAMETERS
+    from mrp_lightning.records.report import pruned_before, was_rounded
 
     silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
     claims = Claims.read(run)
-    kind = options.type or ("auto" if claims.grids else "bf16")
+    kind = options.type or ("auto" if was_rounded(pruned_before(run)) else "bf16")
     needing = [str(grid) for grid in claims.grids if grid.needs_parameters]
     # Weights on such a grid do not determine minima and units to the bit, so that the file of the
     # parameters is needed. It is looked for before the checkpoint is read.
@@ -115,6 +116,7 @@ def _checked_output(out: Path, like: Path | None, options: Namespace) -> Path:
         raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
     if os.path.lexists(out) and not options.overwrite:
         raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
+    check_output_file(out, "--out")
     return out
 
 
@@ -132,7 +134,7 @@ def _parser() -> Any:
     option("--like", metavar="SOURCE.gguf", help=text)
     text = (
         "of matrices; norms and biases are float32. auto: the smallest type that holds a matrix to "
-        "the bit (default: auto for a pruning with bits, else bf16)"
+        "the bit (default: auto for a model that was put on few bits, else bf16)"
     )
     option("--type", choices=_TYPES, help=text)
     text = (

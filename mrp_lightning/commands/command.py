@@ -17,6 +17,7 @@ from mrp_lightning import errors
 from mrp_lightning.environment import require_extra, without_noise
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.models.locations import find_gguf, require_model
+from mrp_lightning.storage.files import output_path
 from mrp_lightning.storage.outputs import check_output_dir
 from mrp_lightning.text.documents import TABLES, divided, documents_of_files, expanded, paths_of
 from mrp_lightning.upstream.other_names import option_named, options_of
@@ -201,8 +202,23 @@ def check_output(path: str | Path | None, *, overwrite: bool) -> None:
 
     The checksums of what may be replaced are read later.
     """
-    if path is not None and not overwrite:
+    if path is None or overwrite:
+        return
+    try:
         check_output_dir(path, argument="--out")
+    except FileExistsError as error:
+        # A process that was killed after its result was saved left it.
+        if not (unfinished := unfinished_directory(output_path(path))).is_dir():
+            raise
+        raise FileExistsError(
+            f"{error} A distillation to it was ended before its last step, and left {unfinished}: "
+            "its command goes on from there with `--overwrite`, and removes it."
+        ) from error
+
+
+def unfinished_directory(out: Path) -> Path:
+    """Return the directory of an unfinished distillation, whose result is to be in `out`."""
+    return out.with_name(f".{out.name}.distilling")
 
 
 def check_text(files: Sequence[str] | None, column: str | None) -> None:

@@ -25,9 +25,9 @@ from mrp_lightning.narrowing.tokenizer import Vocabulary
 from mrp_lightning.narrowing.vocabulary import require_cuttable
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.evaluation import Scores, record
-from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.records.report import NAME, PruningReport, pruned_before, was_pruned
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.storage.outputs import check_output_dir
+from mrp_lightning.storage.outputs import check_output_dir, check_output_file
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.terminal import Console
 from mrp_lightning.text.windows import Windows
@@ -51,15 +51,17 @@ class Conversion:
         overwrite = "--overwrite" in self.options
         if self.command == "export":
             check_output_dir(self.out, overwrite=overwrite, argument="--pack")
-        elif self.out.exists() and not overwrite:
+            return
+        if self.out.exists() and not overwrite:
             raise FileExistsError(f"{self.out} exists. Name another, or add `--overwrite`.")
-        elif isinstance(model, TextModel):
+        check_output_file(self.out, "--gguf")
+        if isinstance(model, TextModel):
             raise OptionError(
                 f"a {type(model.model).__name__} predicts no next token, and files for llama.cpp "
                 "are made of models that do. Leave it out.",
                 "gguf",
             )
-        elif "--like" not in self.options:
+        if "--like" not in self.options:
             source = model.model.name_or_path
             try:
                 command_module(self.command).check_config(model.model.config, source)
@@ -99,8 +101,9 @@ def prune_and_compare(
         subject.calibration = distilled.data(subject.data)
     plan = subject.plan(settings)
     console.print(_announcement(subject, plan, settings))
-    # The dense evaluation comes before the pruning, which changes the model in memory.
-    dense, sizes = subject.evaluate("dense model", console), [subject.num_bytes]
+    # The first evaluation comes before the pruning, which changes the model in memory.
+    given, state = _given(subject)
+    dense, sizes = subject.evaluate(state, console), [subject.num_bytes]
     console.print(_expectation(subject, plan, settings, distils=distilled is not None))
     start = time.perf_counter()
     first = prune if distilled is None else distilled.pruning()
@@ -118,7 +121,7 @@ def prune_and_compare(
     seconds = time.perf_counter() - start
     sizes.append(subject.num_bytes)
     report = PruningReport.load(prune.save_dir / NAME)
-    table = _table(dense, pruned, first.settings, report, sizes, seconds)
+    table = _table(given, dense, pruned, first.settings, report, sizes, seconds)
     if distilled is not None:
         table.add_row(f"{amount(settings)}, distilled", *_quality(dense, final))
     scores = {"perplexity": {subject.text: final}, "dense": {subject.text: dense}}
@@ -127,7 +130,14 @@ def prune_and_compare(
     record(prune.save_dir, **scores, model=str(prune.save_dir))
     read = f"{counted(len(subject.windows), 'window')} of {subject.windows.ids.shape[1]}"
     console.print(table, f"Evaluated on {read} tokens of the {subject.text}.")
-    return why_useless(dense, final)
+    return why_useless(dense, final, state, settings.structure)
+
+
+def _given(subject: Subject) -> tuple[str, str]:
+    """Return two names of the model before the run, `dense` unless it was pruned earlier."""
+    if was_pruned(pruned_before(str(subject.model.model.name_or_path))):
+        return "before", "model before this run"
+    return "dense", "dense model"
 
 
 def _announcement(subject: Subject, plan: Plan, settings: Settings) -> str:
@@ -188,6 +198,7 @@ def method(settings: Settings) -> str:
 
 
 def _table(
+    given: str,
     dense: Scores,
     pruned: Scores,
     settings: Settings,
@@ -195,19 +206,22 @@ def _table(
     sizes: Sequence[int],
     seconds: float,
 ) -> Table:
-    """Return a table of both models; `seconds` is the time of pruning and writing."""
+    """Return a table of the `given` model, dense or before, and the pruned one.
+
+    `seconds` is the time of pruning and writing.
+    """
     totals, narrowed = report.totals, report.narrowed
     share = totals["removed"] / totals["model_weights"]
     if narrowed:
         share = 1 - narrowed["model_weights"] / totals["model_weights"]
-    measures = [f"perplexity @{dense['context']}", "× dense"]
+    measures = [f"perplexity @{dense['context']}", f"× {given}"]
     if "cosine" in dense:
         measures = ["mean cosine of outputs", ""]
     table = Table()
     table.add_column("model", overflow="fold")
     for column in (*measures, "weights removed", "weights", "time"):
         table.add_column(column, justify="right")
-    table.add_row("dense", _quality(dense, dense)[0], "", "", memory(sizes[0]))
+    table.add_row(given, _quality(dense, dense)[0], "", "", memory(sizes[0]))
     spent = roughly(max(seconds, totals["seconds"]))  # includes interrupted runs
     name = f"{amount(settings)} by {method(settings)}"
     table.add_row(name, *_quality(dense, pruned), percent(share), memory(sizes[1]), spent)
@@ -225,8 +239,13 @@ def _ratio(dense: Scores, pruned: Scores) -> float:
     return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
 
 
-def why_useless(dense: Scores, pruned: Scores) -> str | None:
-    """Return why a pruned model is of no use, `None` if it may be useful."""
+def why_useless(
+    dense: Scores, pruned: Scores, state: str = "dense model", structure: str | None = None
+) -> str | None:
+    """Return why a pruned model is of no use, and what to do; `None` if it may be useful.
+
+    `state` names the model with the scores `dense`, and `structure` the units that were removed.
+    """
     # The negations also catch NaN, which compares as false: a model that computes NaN is of no use.
     if "cosine" in pruned:
         cosine = pruned["cosine"] or 0.0
@@ -235,14 +254,17 @@ def why_useless(dense: Scores, pruned: Scores) -> str | None:
     else:
         ratio = _ratio(dense, pruned)
         is_useless = not ratio < _USELESS_RATIO
-        loss = f"The perplexity is {number(ratio)} times that of the dense model"
+        loss = f"The perplexity is {number(ratio)} times that of the {state}"
     if not is_useless:
         return None
-    return (
-        f"{loss}, which is of little use. Remove less (a lower `--sparsity`, a `--pattern` that "
-        "keeps more, or more bits), or lose less: `--recipe best` and calibration `--text` that is "
-        "like yours."
+    remedy = (
+        "Remove less (a lower `--sparsity`, a `--pattern` that keeps more, or more bits), or lose "
+        "less: `--recipe best` and calibration `--text` that is like yours."
     )
+    if structure is not None:
+        remedy = f"Remove fewer {structure} (a lower `--sparsity`)"
+        remedy += "." if "cosine" in pruned else ", or train those left: `mrp-lightning distill`."
+    return f"{loss}, which is of little use. {remedy}"
 
 
 def cut_and_compare(subject: Subject, size: int, console: Console) -> Scores:
@@ -265,7 +287,8 @@ def cut_and_compare(subject: Subject, size: int, console: Console) -> Scores:
     require_cuttable(model.model, model.tokenizer, size)
     sizes = [subject.num_bytes]
     subject.cut_windows()
-    dense = _evaluate_bytes(subject, "dense model", console)
+    _, state = _given(subject)
+    dense = _evaluate_bytes(subject, state, console)
     console.print(f"Counting the tokens of {subject.source} …")
     cut_vocabulary(model, size, data.documents("train"))
     data.tokenizer = model.tokenizer

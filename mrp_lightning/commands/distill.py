@@ -68,13 +68,24 @@ def _complete(options: Namespace) -> None:
     Raises:
         OptionError: The run cannot be distilled, or its dense model or text is gone.
     """
-    from mrp_lightning.records.report import NAME, PruningReport, dense_model_of
+    from mrp_lightning.records.report import (
+        NAME,
+        PruningReport,
+        dense_model_of,
+        is_of_vocabulary_alone,
+    )
     from mrp_lightning.storage.files import output_path
 
     run = options.run = output_path(options.run)
     if not (run / NAME).is_file():
         raise OptionError(f"expected the directory of a pruning, with {NAME}. Got {run}.", "RUN")
     report = PruningReport.load(run / NAME)
+    if is_of_vocabulary_alone(report.config):
+        raise OptionError(
+            f"the vocabulary of {run} was cut, and nothing pruned, so that there is nothing to win "
+            "back. Prune it, and distil the result.",
+            "RUN",
+        )
     if report.amount.grids:
         raise OptionError(
             f"{run} is on a grid of few bits, which training would leave. Distil the pruning "

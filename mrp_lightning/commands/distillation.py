@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mrp_lightning.callbacks import KeepBest, KeepSparsity, PruningCallback, SaveModel
+from mrp_lightning.commands.command import unfinished_directory
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.devices import available_memory
 from mrp_lightning.distillation.module import Distillation, needed_disk, needed_memory
@@ -98,7 +99,7 @@ class Unfinished:
             OptionError: It began with other options, and `restart` is false.
         """
         wanted = json.loads(json.dumps(options, default=str))
-        unfinished = cls(out.with_name(f".{out.name}.distilling"), wanted)
+        unfinished = cls(unfinished_directory(out), wanted)
         record = unfinished.directory / "options.json"
         stored = json.loads(record.read_text()) if record.is_file() else wanted
         differing = [name for name in wanted if stored.get(name) != wanted[name]]
@@ -292,6 +293,7 @@ class DistilledPruning:
     files: Sequence[str] | None  # to distil on; `None` for text of the teacher's own alone
     text: Mapping[str, Any]  # more arguments of the `DistillationText`, and the share of own text
     tokens: int
+    moment_bits: int  # as of `Distillation`
     unfinished: Unfinished
     accelerator: str
 
@@ -348,7 +350,7 @@ class DistilledPruning:
     def finish(self, source: CausalLM, trainer: Trainer, data: DistillationText) -> CausalLM:
         """Distil the pruned model, and put it on the grid of the settings; return the result."""
         assert self.prune.save_dir is not None
-        log.info("Distilling on %s tokens …", f"{self.tokens:,}")
+        log.info("Distilling on %s tokens, towards %s …", f"{self.tokens:,}", self.teacher["model"])
         settings = self.prune.settings
         is_rounded = bool(settings.recipe.grids)
         out = self.unfinished.directory / "distilled" if is_rounded else self.prune.save_dir
@@ -358,7 +360,7 @@ class DistilledPruning:
             precision = fast_precision(self.accelerator)
             narrow = dense_dtype(precision) or self.teacher["dtype"]
             teacher = CausalLM(**{**self.teacher, "dtype": narrow})
-            module = Distillation(source, teacher, dtype="float32")
+            module = Distillation(source, teacher, dtype="float32", moment_bits=self.moment_bits)
             memory, _ = fit_memory(
                 module,
                 data.batch_size * data.sequence_length,

@@ -21,6 +21,7 @@ from mrp_lightning.commands.command import (
 )
 from mrp_lightning.environment import extra, quiet_lightning, require_extra
 from mrp_lightning.errors import OptionError
+from mrp_lightning.models.locations import require_model
 from mrp_lightning.pruning.arguments import PruningArguments
 
 if TYPE_CHECKING:
@@ -151,6 +152,10 @@ def _first_checks(options: Namespace) -> None:
             "own",
         )
     check_output(options.save_dir, overwrite=options.overwrite)
+    if options.moment_bits is not None and options.tokens is None:
+        raise OptionError("it is about the training of `--distill`. Give that, too.", "moment_bits")
+    if options.moment_bits == 8:
+        require_extra("torchao", "`--moment-bits 8`")
     if options.gguf is not None:
         require_extra("gguf", "Writing a GGUF file")
 
@@ -270,20 +275,52 @@ def _distilled(
         )
     of_result = {"save_dir", "overwrite", "restart", "pack", "gguf", "eval_samples"}
     chosen = parser.by_option(options, vars(options).keys() - of_result - {"named_model"})
+    teacher = _teacher(options)
     chosen["content of MODEL"] = state_of_model(options.model)
+    if teacher["model"] != options.model:
+        chosen["content of the dense model"] = state_of_model(teacher["model"])
     if files and "-" not in options.train_files:
         paths = expanded({"train_files": [Path(name) for name in files]})["train_files"]
         chosen["content of the text"] = state_of(paths)
     of_text = ("text_column", "tokenizer", "seed", "own")
     return DistilledPruning(
         prune,
-        {key: getattr(options, key) for key in _OF_MODEL},
+        teacher,
         files,
         {key: value for key in of_text if (value := getattr(options, key)) is not None},
         options.tokens,
+        options.moment_bits or 32,
         Unfinished.of(out, chosen, restart=options.restart),
         options.accelerator,
     )
+
+
+def _teacher(options: Namespace) -> dict[str, Any]:
+    """Return the arguments of `CausalLM` for the dense model, before all prunings of MODEL.
+
+    Raises:
+        OptionError: MODEL was pruned before, and its dense model is gone.
+        FormatError: A report of an earlier pruning cannot be read.
+    """
+    from mrp_lightning.records.report import NAME, PruningReport, dense_model_of
+    from mrp_lightning.storage.files import output_path
+
+    given = {key: getattr(options, key) for key in _OF_MODEL}
+    file = output_path(options.model) / NAME
+    report = PruningReport.load(file) if file.is_file() else None
+    # The model before a cut of the vocabulary has another one.
+    dense = None if report is None or report.vocabulary else dense_model_of(report)
+    if dense is None:
+        return given
+    try:
+        require_model(dense)
+    except FileNotFoundError as error:
+        raise OptionError(
+            f"it learns from the dense model of {options.model}, and {dense} is not there. Leave "
+            "it out, and then distil the result: `mrp-lightning distill --teacher DIR`.",
+            "tokens",
+        ) from error
+    return given | {"model": dense, "gguf_file": None, "revision": None}
 
 
 def _conversions(options: Namespace, out: Path, settings: "Settings | None") -> list["Conversion"]:
@@ -434,6 +471,9 @@ def _parser(args: Sequence[str] = ()) -> CommandParser:
     option("--vocabulary", type=number_from(1), metavar="N", help=text)
     text = "then train what is kept on N tokens, as `distill` does: before it is put on few bits"
     option("--distill", dest="tokens", type=number_from(1), metavar="N", help=text)
+    text = "the bits of each of the optimizer's two moments of a weight in that training: 32 "
+    text += "(default), or 8, for less memory (needs torchao)"
+    option("--moment-bits", type=int, choices=[32, 8], help=text)
     group = parser.add_argument_group("text")
     text = "files, directories or wildcards to calibrate on, or - for standard input, of which a "
     text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "

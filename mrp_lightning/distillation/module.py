@@ -26,7 +26,7 @@ from mrp_lightning.distillation.kept_values import (
     plain_moments,
 )
 from mrp_lightning.environment import require_extra, without_noise
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.perplexity import MeanLoss, Perplexity
 from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
@@ -155,6 +155,7 @@ class Distillation(CausalLM):
         self._values: list[KeptValues] = []
         self._figures: dict[str, dict[str, MeanLoss]] = {}
         self._texts_held = [""]
+        self._has_tokens: bool | None = None  # whether a batch had any; `None` before the first
         self._scales: dict[str, float] = {}
         self.hparams["student"] = self.hparams.pop("model")
         self.save_hyperparameters(
@@ -210,7 +211,7 @@ class Distillation(CausalLM):
         teacher.to(self.trainer.strategy.root_device)
         if stage == "validate":
             return
-        self._scales = {}
+        self._scales, self._has_tokens = {}, None
         if not pruned_layers(self.model) and _size(self.model) == _size(self.teacher.model):
             log.warning(
                 "The student has no pruned layer and as many weights as the teacher: there is "
@@ -266,6 +267,7 @@ class Distillation(CausalLM):
         ids, mask = split_batch(batch)
         check_vocabulary(self.model, ids, "training")
         result = divergence(self.student, self.teacher, ids, mask)
+        self._has_tokens = bool(self._has_tokens or result.tokens)
         loss = result.kl / max(1, result.tokens)  # a batch of padding alone has none
         finite = bool(loss.detach().isfinite())
         if not self.trainer.strategy.reduce_boolean_decision(finite, all=True):
@@ -278,6 +280,15 @@ class Distillation(CausalLM):
             return loss.new_zeros((), requires_grad=True)  # without an effect on any weight
         self.log("kl", loss, prog_bar=True)
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Raise a DataError if nothing was read but padding, which trains nothing."""
+        has_tokens = self._has_tokens is not False
+        if not self.trainer.strategy.reduce_boolean_decision(has_tokens, all=False):
+            raise DataError(
+                "all tokens to train on are padding, by an `attention_mask` of zeros. Give 1 for "
+                "tokens, or leave the mask out."
+            )
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log KL(teacher ‖ student) of held-out data as `val_kl`, in nats, and `perplexity`."""

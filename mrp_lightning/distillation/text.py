@@ -83,7 +83,7 @@ class DistillationText(TextDataModule):
             given = "train_files" if train_files else "dataset"
             is_own = not train_files and options.get("dataset") is None
             calibration = SELF if is_own else {SELF: 0.5, given: 0.5}
-        self._count = -(-tokens // sequence_length)
+        self._count = -(-tokens // max(1, sequence_length))  # less is refused below
         super().__init__(
             train_files,
             calibration=calibration,

@@ -11,6 +11,7 @@ from typing import Any
 from mrp_lightning.experiments.runs import CALIBRATION, RunDirectory
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.records.evaluation import Evaluation
+from mrp_lightning.records.report import was_pruned
 
 _BASE_MODEL = "base_model"
 """The argument with the source of the model; sweeps have their own names of models."""
@@ -39,7 +40,9 @@ class RunGroup:
     @property
     def setting(self) -> str:
         """The sparsity and bits, such as `2:4` and `50%+4bit`; empty for the dense model."""
-        return self.trial.setting if self.trial.method else ""
+        structure = _structure(self.runs[0])
+        fewer = f" fewer {structure}" if structure else ""
+        return f"{self.trial.setting}{fewer}" if self.trial.method else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +64,16 @@ class ModelRuns:
         return [group for group in self.groups if not group.runs[0].exported] or [*self.groups]
 
     @cached_property
+    def given(self) -> str:
+        """The label of the dense model: `before`, if it was pruned in an earlier run."""
+        reports = [run.report for group in self.groups for run in group.runs if run.report]
+        earlier = [report.provenance.get("pruned_before", []) for report in reports]
+        return "before" if any(map(was_pruned, earlier)) else "dense"
+
+    @cached_property
     def rows(self) -> list[RunGroup]:
         """The groups of runs, after one of the dense model alone, if it was evaluated."""
-        return [*([RunGroup([self.dense], "dense")] if self.dense else []), *self.groups]
+        return [*([RunGroup([self.dense], self.given)] if self.dense else []), *self.groups]
 
     @property
     def runs(self) -> list[RunDirectory]:
@@ -194,12 +204,22 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
     return run_groups
 
 
+def _structure(run: RunDirectory) -> str | None:
+    """Return the units that a run removed, unless a sweep names what it did."""
+    return None if run.finished else run.config.get("structure")
+
+
 def _label(run: RunDirectory) -> str:
-    """Return the recipe or method of a run, the option that its sweep varied, and its state."""
+    """Return the recipe or method of a run, the option that its sweep varied, and what followed."""
     changed = run.trial.changed
     varied = f"{changed.option} {changed.value_text}" if changed else None
     state = None if run.complete else "incomplete"
-    return ", ".join(filter(None, [run.trial.label, varied, run.exported, state]))
+    # A method chooses weights and other units, no blocks.
+    of_blocks = run.report is not None and "removed" in run.report.narrowed
+    by = "least change of the output" if of_blocks and not run.finished else run.trial.label
+    trained = None if run.report is None else run.report.provenance.get("trained")
+    after = f"trained for {trained['steps']:,} steps" if trained else None
+    return ", ".join(filter(None, [by, varied, after, run.exported, state]))
 
 
 def _options(run: RunDirectory) -> dict[str, str]:

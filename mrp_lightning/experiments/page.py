@@ -28,6 +28,7 @@ from mrp_lightning.experiments.scores import (
     results_table,
     zero_shot_table,
 )
+from mrp_lightning.records.model_card import kept_units
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.targets.blocks import without_numbers
 
@@ -148,7 +149,7 @@ def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
     if len(frame.model.originals) != 1:
         return
     (group,) = frame.model.originals
-    rows = [("", "dense")] * bool(frame.model.dense) + [(group.setting, group.label)]
+    rows = [("", frame.model.given)] * bool(frame.model.dense) + [(group.setting, group.label)]
     for score in filter(lambda score: score.is_perplexity, frame.scores):
         values = [frame.means.loc[row, score] for row in rows]
         details = [f"context {score.context}" if score.context else "", frame.detail(score)]
@@ -160,15 +161,21 @@ def headline(frame: ScoreFrame) -> Iterator[_HeadValue]:
         )
     report = group.runs[0].report
     assert report is not None  # groups consist of pruned runs
-    totals = report.totals
-    loss = frame.texts.loc[rows[-1]].get(RELATIVE_LOSS, MISSING)
-    yield _HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
+    totals, narrowed, share = report.totals, report.narrowed, report.totals["sparsity"]
+    if totals["layers"]:
+        loss = frame.texts.loc[rows[-1]].get(RELATIVE_LOSS, MISSING)
+        yield _HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
-    yield _HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)
+    if narrowed:
+        removed = f"of {numbers.count(totals['model_weights'])} in the model: "
+        removed += f"{kept_units(narrowed)} are left"
+        share = 1 - narrowed["model_weights"] / totals["model_weights"]
+    yield _HeadValue("Weights removed", numbers.percent(share), removed)
     for copy in frame.model.groups:
         if sizes := [run.weight_bytes for run in copy.runs if run.weight_bytes]:
-            of = copy.runs[0].exported or "with the removed weights as zeros"
+            of = "without the removed weights" if narrowed else "with the removed weights as zeros"
+            of = copy.runs[0].exported or of
             yield _HeadValue("Weight files", numbers.memory(fmean(sizes)), of)
 
 
@@ -189,13 +196,14 @@ def _by_setting(frame: ScoreFrame, score: Score, colors: _Colors) -> Picture | N
     """Draw the finite values of each group over the settings, and that of the dense model."""
     means = frame.means[score]
     finite = means[means.map(isfinite)]
-    dense = finite.get(("", "dense"))
+    given = frame.model.given
+    dense = finite.get(("", given))
     lines = finite.unstack("label", sort=False).drop(index="", errors="ignore")
     lines = lines.dropna(axis="columns", how="all")
     if lines.empty:
         return None
     if dense is not None:
-        lines.insert(0, "dense", dense)
+        lines.insert(0, given, dense)
     return draw_lines(f"Perplexity on {named(score.of)}, by sparsity.", lines, colors, score)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from mrp_ground.arguments import checked
@@ -13,6 +14,8 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.pruned_module import PrunedModule, check_save_dir
 from mrp_lightning.narrowing.tokenizer import Vocabulary
 from mrp_lightning.narrowing.vocabulary import keep_tokens
+from mrp_lightning.records.grid_file import NAME as GRID
+from mrp_lightning.records.grid_file import load_parameters
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.text.sources import StandardLibrary
 from mrp_lightning.upstream.torch_names import uncompiled
@@ -92,7 +95,8 @@ def cut_vocabulary(
 
 def save_cut(module: CausalLM, directory: str | PathLike[str], *, overwrite: bool) -> PruningReport:
     """Write a model whose vocabulary was cut, and nothing else of it; return its report."""
-    base_model = module.model.name_or_path
+    model: Any = uncompiled(module.model)
+    base_model = model.name_or_path
     earlier = pruned_before(base_model) if base_model else []
     report = PruningReport(
         config={"vocabulary": module.vocabulary["kept"], "base_model": base_model or None},
@@ -100,5 +104,13 @@ def save_cut(module: CausalLM, directory: str | PathLike[str], *, overwrite: boo
         model_weights=module.vocabulary["model_weights"][0],
         vocabulary=module.vocabulary,
     )
-    PrunedModule(module, report, {}, None).save(directory, overwrite=overwrite)
+    # The layers stay on the grid of an earlier run; embeddings and head lack rows of theirs.
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    known = load_parameters(Path(base_model, GRID)) if base_model else {}
+    grid = {
+        name: parameters
+        for name, parameters in known.items()
+        if model.get_submodule(name) not in tables
+    }
+    PrunedModule(module, report, grid, None).save(directory, overwrite=overwrite)
     return report

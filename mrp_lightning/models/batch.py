@@ -18,7 +18,7 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
 
     Raises:
         TypeError: The batch has none of the accepted forms.
-        DataError: The mask has another shape, or values other than 0 and 1.
+        DataError: There are no tokens; or the mask has another shape, or values other than 0 and 1.
     """
     ids = _first_tensor(batch)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
@@ -34,6 +34,11 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
             "A batch must be an int64 tensor (batch, length), a tuple or list whose first item is "
             "one, or a mapping with `input_ids` and optionally `attention_mask`. "
             f"Got {type(batch).__name__} with token ids {got}. {hint}"
+        )
+    if not ids.numel():
+        raise DataError(
+            f"A batch holds no tokens: its token ids have the shape {tuple(ids.shape)}. Leave "
+            "empty texts out."
         )
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None:

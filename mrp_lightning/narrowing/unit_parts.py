@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mrp_lightning.errors import FormatError, OptionError, TargetError, counted, first_line
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.narrowing.structure import Attribute, BlockParts, Cut, NarrowingPlan, Structure
+from mrp_lightning.records.report import pruned_before, was_rounded
 from mrp_lightning.targets.blocks import pruned_layers
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
@@ -61,7 +62,14 @@ def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
     consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
     keys = {layer.key for layers in consumers.values() for layer in layers}
-    if sparse := sum(layer.key in keys for layer in pruned_layers(model)):
+    source = getattr(model, "name_or_path", None)
+    if source and was_rounded(pruned_before(source)):
+        log.warning(
+            "The model is on a grid of few bits by an earlier run, and the compensation for the %s "
+            "removed leaves it. Remove %s first, and put the narrower model on the grid.",
+            *(kind, kind),
+        )
+    elif sparse := sum(layer.key in keys for layer in pruned_layers(model)):
         log.warning(
             "%s lost single weights before, and the compensation for the %s removed now fills "
             "them again. Remove %s first, and then single weights of the narrower model.",

@@ -61,7 +61,7 @@ def model_card(
         _calibration(data) if data.get("samples") else None,
         f"- {'all figures' if alone else 'every layer'}: `pruning_report.json`",
     ]
-    kind = f"with {_kept(narrowed)}" if narrowed else _kind(config)
+    kind = f"with {kept_units(narrowed)}" if narrowed else _kind(config)
     title = f"{Path(name).name if name else 'Model'}, {kind}"
     hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
     text = new_card(title, [line for line in lines if line is not None], _tags(config), **hub)
@@ -145,9 +145,11 @@ def _how(report: PruningReport) -> str:
     by = f"with mrp-lightning{method}"
     if not steps:
         return f"{done} after training, without retraining, {by}."
+    # Of a narrower model nothing is left of the removed weights.
+    zeros = "" if report.narrowed else " with the removed weights kept at zero"
     return (
-        f"{done} {by}, {steps} with the removed weights kept at zero. What is said of the layers' "
-        "errors is from before that training."
+        f"{done} {by}, {steps}{zeros}. What is said of the layers' errors is from before that "
+        "training."
     )
 
 
@@ -156,10 +158,10 @@ def _done(report: PruningReport) -> list[str]:
     totals, narrowed, removes = report.totals, report.narrowed, _removes(report.config)
     if narrowed:
         if "removed" in narrowed:
-            shape = f"shorter: {_kept(narrowed)}, without {', '.join(narrowed['removed'])}"
+            shape = f"shorter: {kept_units(narrowed)}, without {', '.join(narrowed['removed'])}"
         else:
             config = ", ".join(f"`{key}` {value}" for key, value in narrowed["config"].items())
-            shape = f"narrower: {_kept(narrowed)}, as its configuration says ({config})"
+            shape = f"narrower: {kept_units(narrowed)}, as its configuration says ({config})"
         weights = f"{narrowed['model_weights']:,} of {totals['model_weights']:,}"
         return [f"- dense, and {shape}", f"- weights of the model: {weights}"]
     share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
@@ -192,7 +194,8 @@ def _vocabulary(vocabulary: Mapping[str, Any]) -> str | None:
     )
 
 
-def _kept(narrowed: Mapping[str, Any]) -> str:
+def kept_units(narrowed: Mapping[str, Any]) -> str:
+    """Return the units that are left, such as `576 of 704 neurons a block`, of a `narrowed`."""
     each = "" if "removed" in narrowed else " a block"
     return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']}{each}"
 
@@ -218,7 +221,8 @@ def _zeros_before(report: PruningReport) -> str | None:
         return None
     kinds = [
         _kind(x)
-        + (f" by {x['method']}" if "method" in x else "")
+        # A method chooses weights and other units, no blocks.
+        + (f" by {x['method']}" if "method" in x and x.get("structure") != "blocks" else "")
         + (f" and trained for {x['trained']:,} steps" if "trained" in x else "")
         for x in prunings
     ]

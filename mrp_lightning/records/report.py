@@ -222,7 +222,7 @@ class PruningReport:
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the earlier prunings of the model in a directory, from its report, if it has one.
 
-    Each has those of `method`, `structure`, `sparsity`, `pattern`, `bits`, `head_grid` and
+    Each has those of `method`, `structure`, `sparsity`, `pattern`, `bits`, `grid`, `head_grid` and
     `vocabulary` that were set; the earliest comes first. A report that cannot be read is ignored,
     with a warning.
     """
@@ -235,7 +235,7 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     except (FormatError, OSError) as error:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
-    keys = ("method", "structure", "sparsity", "pattern", "bits", "head_grid", "vocabulary")
+    keys = ("method", "structure", "sparsity", "pattern", "bits", "grid", "head_grid", "vocabulary")
     settings = {key: report.config.get(key) for key in keys}
     own = {key: value for key, value in settings.items() if value is not None}
     if trained := report.provenance.get("trained"):
@@ -243,6 +243,19 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
     earlier = report.provenance.get("pruned_before")
     known = earlier if isinstance(earlier, list) else []
     return [*(x for x in known if isinstance(x, dict)), own]
+
+
+def was_pruned(earlier: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether weights were removed or rounded in one of the results of `pruned_before`.
+
+    A model of which the vocabulary alone was cut is dense.
+    """
+    return any("method" in run for run in earlier)
+
+
+def was_rounded(prunings: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether weights were put on a grid of few bits in one of these prunings."""
+    return any(run.get(key) for run in prunings for key in ("bits", "grid", "head_grid"))
 
 
 def dense_model_of(report: PruningReport) -> str | None:

@@ -225,6 +225,17 @@ def save_directory(
             _move_into_place(staging, path)
 
 
+def check_output_file(path: Path, argument: str) -> None:
+    """Check, before any work, that `save_file` can write a file.
+
+    Raises:
+        FileExistsError: A parent of the path is a file.
+        PermissionError: The file, or the directory that it is in, cannot be created.
+    """
+    _require_directory(path.parent, argument)
+    _probe(_existing(path.parent), path, argument)
+
+
 @contextmanager
 def save_file(path: Path, *, argument: str) -> Iterator[Path]:
     """Yield the path of a file to write, which becomes `path` when the context ends without error.

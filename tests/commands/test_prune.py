@@ -79,6 +79,7 @@ def test_the_next_step_converts_for_what_runs_the_model(settings, command):
         (["--head-grid=q4_0", "--pack"], "`--pack`: q4_0 is a type of llama.cpp"),
         (["--structure=neurons", "--sparsity=0.2", "--pack"], "`--pack`: neither `--structure`"),
         (["--bits=4", "--out=a", "--gguf=a/b.gguf"], "`--gguf`: expected a file outside of a."),
+        (["--bits=4", "--out=a", "--gguf=/proc/b.gguf"], "`--gguf`: /proc/b.gguf cannot be made"),
     ],
 )
 def test_what_an_engine_does_not_write_is_refused(options, message, tiny_llama, capsys):
@@ -428,6 +429,8 @@ def test_a_ruined_model_is_told_in_a_sentence():
     dense = {"perplexity": 1.0}
     assert "is 1.42e+04 times that of the dense model" in why_useless(dense, {"perplexity": 14200})
     assert "is not finite times" in why_useless(dense, {"perplexity": None})
+    of_blocks = why_useless(dense, {"perplexity": 4}, structure="blocks")
+    assert "Remove fewer blocks (a lower `--sparsity`), or train those left: `mrp-li" in of_blocks
     assert why_useless(dense, {"perplexity": 1.2}) is None
     assert "those before is 0.3, which is of little" in why_useless({}, {"cosine": 0.3})
     assert "those before is not finite" in why_useless({}, {"cosine": float("nan")})

@@ -114,6 +114,28 @@ def test_alone_nothing_else_changes(tiny_llama, text, shown):
     assert len(AutoTokenizer.from_pretrained("fewer")) == 500
 
 
+def test_a_model_on_a_grid_stays_on_it(tiny_llama, text, capsys, caplog):
+    """Its file has the types of the whole model's, which need what the pruning kept of minima."""
+    gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
+    small = [f"--text={text}", *SMALL]
+    main(["prune", str(tiny_llama), "--grid=q4_1", *small, "--out=whole"])
+    main(["prune", "whole", "--vocabulary=700", *small, "--out=cut"])
+    kinds = {}
+    for run in ("whole", "cut"):
+        to_gguf([run])
+        stored = gguf.GGUFReader(f"{run}.gguf").tensors
+        kinds[run] = {tensor.name: tensor.tensor_type.name for tensor in stored}
+    assert kinds["cut"] == kinds["whole"]
+    assert kinds["cut"]["blk.1.ffn_down.weight"] == "Q4_1"
+    assert capsys.readouterr().out.count("Each holds the weights of the checkpoint to the bit") == 2
+    assert "- before this run: quantised to q4_1 by JM" in Path("cut", "README.md").read_text()
+
+    narrower = ["--structure=neurons", "--sparsity=0.5", "--out=narrower"]
+    main(["prune", "whole", *narrower, *small])
+    assert "on a grid of few bits by an earlier run, and the compensation" in caplog.text
+    assert "single weights" not in caplog.text
+
+
 @pytest.mark.usefixtures("shown")
 def test_beside_a_pruning_it_comes_first(tiny_llama, text, capsys):
     """Against two commands, the second of which prunes the result of the first."""

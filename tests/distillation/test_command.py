@@ -122,8 +122,8 @@ def test_a_run_that_ends_within_a_validation_has_the_same_best_step(run, monkeyp
         assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_the_figures_come_with_the_model(run, monkeypatch):
-    """A process that is killed right behind the saving leaves both."""
+def test_the_figures_come_with_the_model(run, monkeypatch, capsys):
+    """A process that is killed right behind the saving leaves both, and what it worked with."""
     out = run.with_name("out")
     save = distillation.SaveModel.on_fit_end
 
@@ -131,12 +131,19 @@ def test_the_figures_come_with_the_model(run, monkeypatch):
         save(self, *arguments)
         raise RuntimeError("the power is gone")
 
-    monkeypatch.setattr(distillation.SaveModel, "on_fit_end", killed)
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        main(["distill", str(run), *SMALL, "--out", str(out)])
+    again = [str(run), *SMALL, "--out", str(out)]
+    with monkeypatch.context() as patched:
+        patched.setattr(distillation.SaveModel, "on_fit_end", killed)
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            main(["distill", *again])
     figures = json.loads((out / "distillation.json").read_text())
     assert (figures["steps"], figures["tokens"]) == (5, 640)
     assert "distillation.json" in json.loads((out / "pruning_report.json").read_text())["files"]
+    left = run.with_name(".out.distilling")
+    assert f"ended before its last step, and left {left}: " in refusal(again, capsys)
+    main(["distill", *again, "--overwrite"])
+    assert json.loads((out / "distillation.json").read_text())["end"] == figures["end"]
+    assert not left.exists()
 
 
 def test_an_unfinished_run_of_other_weights_is_not_gone_on_with(run, monkeypatch, capsys):
@@ -265,16 +272,37 @@ def refusal(args, capsys):
     return capsys.readouterr().err
 
 
-def test_after_several_prunings_the_first_model_is_the_teacher(run, tiny_llama, tmp_path, capsys):
+def test_after_several_prunings_the_first_model_is_the_teacher(
+    run, tiny_llama, tmp_path, monkeypatch, capsys
+):
     twice = tmp_path / "twice"
     prune = ["prune", str(run), "--structure=neurons", "--sparsity=0.5", "--num-samples=4"]
     main(
         [*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu", f"--out={twice}"]
     )
-    capsys.readouterr()
+    shown = capsys.readouterr().out
+    assert "Evaluating the model before this run on" in shown
+    assert "│ before " in shown
+    assert "dense" not in shown
     main(["distill", str(twice), *SMALL])
     shown = "".join(capsys.readouterr().out.split())
     assert f"Loading{twice}and{tiny_llama}…" in shown
+
+    def seen(module, *_):
+        assert module.teacher.model.name_or_path == str(tiny_llama)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(Distillation, "training_step", seen)
+    again = [*prune, "--sequence-length=32", "--eval-samples=2", "--accelerator=cpu"]
+    again += [f"--out={tmp_path / 'distilled'}", "--distill=640"]
+    with pytest.raises(RuntimeError, match="seen"):
+        main(again)
+    report = json.loads((run / "pruning_report.json").read_text())
+    report["config"]["base_model"] = str(run.with_name("moved"))
+    (run / "pruning_report.json").write_text(json.dumps(report))
+    with pytest.raises(SystemExit):
+        main(again)
+    assert "`--distill`: it learns from the dense model of" in capsys.readouterr().err
 
 
 def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
@@ -298,6 +326,10 @@ def test_mistakes_are_refused_before_work(run, tiny_llama, capsys):
     # It shows when the models are loaded, and leaves nothing that would refuse the right command.
     long = [str(run), *SMALL, "--sequence-length=9999", "--tokens=99990", "--batch-size=1"]
     assert "positions" in refusal(long, capsys)
+    cut = report | {"config": {"vocabulary": 700, "base_model": str(tiny_llama)}}
+    (run / "pruning_report.json").write_text(json.dumps(cut))
+    assert "`RUN`: the vocabulary of" in (error := refusal([str(run), *SMALL], capsys))
+    assert "nothing pruned, so that there is nothing to win back" in error
     assert sorted(path.name for path in run.parent.iterdir()) == ["half"]
 
 
@@ -386,6 +418,22 @@ def test_a_pruning_distils_before_it_rounds(
     assert {*out.iterdir()} == {out / path.name for path in whole.iterdir()}
     for name, weight in weights(whole).items():
         assert torch.equal(weight, after[name])
+
+
+def test_a_pruning_distils_with_moments_of_8_bits(tiny_llama, tmp_path, monkeypatch, capsys):
+    def seen(module, *_):
+        assert module.moment_bits == 8
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(Distillation, "training_step", seen)
+    prune = ["prune", str(tiny_llama), "--pattern=2:4", "--moment-bits=8", "--num-samples=4"]
+    prune += ["--sequence-length=32", "--eval-samples=2", "--accelerator=cpu"]
+    prune += [f"--out={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit):
+        main(prune)
+    assert "`--moment-bits`: it is about the training of" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="seen"):
+        main([*prune, "--distill=640"])
 
 
 def test_a_refused_pruning_leaves_nothing_to_go_on_with(tiny_llama, tmp_path, capsys):

@@ -453,7 +453,7 @@ def test_a_text_that_is_too_short_is_refused_before_any_is_written(pair, tmp_pat
         drawn(pair, DistillationText(file, tokens=64_000, sequence_length=32))
 
 
-def test_padding_alone_changes_nothing_and_ends_nothing(pair, windows):
+def test_a_batch_of_padding_alone_changes_nothing_and_ends_nothing(pair, windows):
     ids = windows[:2, :16]
     padded = [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}]
     padded += [{"input_ids": ids, "attention_mask": torch.tensor([[0] * 16, [1] * 16])}]
@@ -461,3 +461,10 @@ def test_padding_alone_changes_nothing_and_ends_nothing(pair, windows):
     trainer.fit(Distillation(*pair), DataLoader(padded, batch_size=None))
     assert trainer.global_step == 2
     assert float(trainer.callback_metrics["kl"]) > 0
+    with pytest.raises(DataError, match="all tokens to train on are padding"):
+        Trainer(max_steps=1, **QUIET).fit(Distillation(*pair), DataLoader(padded[:1], None))
+
+
+def test_windows_of_no_token_are_refused_by_the_name_of_their_argument():
+    with pytest.raises(OptionError, match="`sequence_length` must be at least 2; got 0"):
+        DistillationText(tokens=1000, sequence_length=0)

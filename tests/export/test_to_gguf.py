@@ -136,6 +136,8 @@ def test_what_does_not_fit_is_refused(source, dense, pruned, tmp_path, capsys):
         ([str(run), *like, "--out", str(there)], "exists. Name another file"),
         ([str(run), *like, "--out", str(source)], "must not be the file of `--like`"),
         ([str(run), *like, "--out", str(tmp_path / "x")], "ends in .gguf"),
+        ([str(run), *like, "--out=/proc/x.gguf"], "`--out`: /proc/x.gguf cannot be made in /proc"),
+        ([str(run), *like, "--out", f"{there}/x.gguf"], "there.gguf is a file"),
         ([str(tmp_path / "none"), *like], "`RUN`: there is no directory"),
     ):
         assert message in refusal(args, capsys, command=main)

@@ -71,6 +71,7 @@ def tiny(tiny_llama):
         ({"labels": IDS[:1]}, r"`labels` must be a tensor of the shape .*; got \(1, 8\)"),
         ({"labels": IDS.roll(-1, 1)}, r"`labels` must be the `input_ids`.*; 16 are other tokens"),
         ({"labels": IDS.flip(0).where(IDS > 9, -100)}, "; 7 are other tokens"),
+        ({"input_ids": IDS[:, :0]}, r"A batch holds no tokens: .* the shape \(2, 0\)"),
         ({"input_ids": IDS[:1] + 2040}, "evaluation batches hold the token id 2048.*has 2048 to"),
     ],
 )

@@ -136,6 +136,18 @@ def test_of_a_model_without_zeros_no_zeros_are_listed(report):
     )
 
 
+def test_a_smaller_model_that_was_trained_kept_no_zeros(report):
+    report.provenance["trained"] = {"steps": 16}
+    report.provenance["pruned_before"] = [{"method": "SM", "sparsity": 0.2, "structure": "blocks"}]
+    assert "with the removed weights kept at zero" in model_card(report, None)
+    report.config.update(pattern=None, sparsity=0.2, structure="neurons")
+    report.narrowed = {"structure": "neurons", "units": 40, "kept": 32, "config": {}}
+    report.narrowed["model_weights"] = report.model_weights
+    card = model_card(report, None)
+    assert "then trained for 16 steps. What" in card
+    assert "- before this run: without 20% of the blocks\n" in card
+
+
 @pytest.mark.parametrize(
     ("changed", "tags"),
     [

@@ -68,6 +68,50 @@ def test_a_run_may_tell_of_its_dense_model_itself(tmp_path, save_run, save_perpl
     assert models_of(tmp_path)[0].dense.name == "a/dense"
 
 
+def test_a_model_that_was_pruned_before_is_not_called_dense(tmp_path, save_run, save_perplexity):
+    run = tmp_path / "run"
+    report = save_run(run)
+    save_perplexity(run, text=8.0)
+    record(run, dense={"text": {**read(run).perplexity["text"], "perplexity": 5.0}})
+    cut, shortened = {"vocabulary": 16000}, {"method": "SM", "structure": "blocks"}
+    for earlier, label in (([], "dense"), ([cut], "dense"), ([cut, shortened], "before")):
+        report.provenance["pruned_before"] = earlier
+        report.save(run)
+        (model,) = models_of(run)
+        assert model.rows[0].label == label
+        assert next(headline(ScoreFrame(model))).value == "5.000 → 8.000"
+
+
+def test_a_smaller_model_has_no_zeros(tmp_path, save_run):
+    """Of a shortened one, no layer is pruned."""
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"weights")
+    shown = {}
+    for structure, units in (("heads", {}), ("blocks", {"removed": ["model.layers.3"]})):
+        report = save_run(tmp_path / "weights", pattern=None, sparsity=0.25, structure=structure)
+        report.model_weights = 1000
+        report.narrowed = {"structure": structure, "units": 4, "kept": 3, "model_weights": 800}
+        report.narrowed |= units
+        report.layers = [] if units else report.layers
+        report.save(tmp_path / "weights")
+        (model,) = models_of(tmp_path)
+        (group,) = model.groups
+        found = {value.label: (value.value, value.detail) for value in headline(ScoreFrame(model))}
+        shown[structure] = (group.setting, group.label, found)
+    setting, label, found = shown["heads"]
+    assert (setting, label) == ("25% fewer heads", "SM")
+    assert found["Weights removed"] == (
+        "20%",
+        "of 1,000 in the model: 3 of 4 heads a block are left",
+    )
+    assert found["Weight files"][1] == "without the removed weights"
+    assert found["Relative layer loss"][1] == "mean over 9 layers"
+    setting, label, found = shown["blocks"]
+    assert (setting, label) == ("25% fewer blocks", "least change of the output")
+    assert found["Weights removed"] == ("20%", "of 1,000 in the model: 3 of 4 blocks are left")
+    assert "Relative layer loss" not in found
+
+
 def test_settings_in_directories_of_their_own_are_one_model(tmp_path, save_run, save_perplexity):
     save_perplexity(tmp_path / "dense", wikitext2=5.0)
     for setting, sparsity in {"50": 0.5, "70": 0.7}.items():
@@ -146,6 +190,20 @@ def test_finetunings_of_one_model_are_not_compared(tmp_path, save_run):
     for name in ("base", "chat"):
         save_run(tmp_path / name, base_model=f"someone/{name}")
     assert [model.name for model in models_of(tmp_path)] == ["someone/base", "someone/chat"]
+
+
+def test_a_trained_copy_is_no_other_seed(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "half")
+    report = save_run(tmp_path / "half-distilled")
+    report.provenance["trained"] = {"steps": 390, "command": None}
+    report.save(tmp_path / "half-distilled")
+    for run, value in {"half": 8.0, "half-distilled": 6.0}.items():
+        save_perplexity(tmp_path / run, text=value)
+    (model,) = models_of(tmp_path)
+    assert [(v.label, [run.name for run in v.runs]) for v in model.groups] == [
+        ("SM", ["half"]),
+        ("SM, trained for 390 steps", ["half-distilled"]),
+    ]
 
 
 def test_several_dense_runs_leave_the_before_open(tmp_path, save_run, save_perplexity):
