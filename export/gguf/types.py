@@ -201,7 +201,8 @@ def encode(name: str, parameter: Tensor, kind: str, known: GridParameters | None
         )
     if kind != AUTO:
         gguf_type = TYPES[kind]
-        return _exact(parameter, gguf_type, known) or _rounded(name, parameter, gguf_type)
+        exact = _exact(parameter, gguf_type, known, may_round=True)
+        return exact or _rounded(name, parameter, gguf_type)
     minima = known is not None and known.minima is not None
     for each in TYPES.values():
         if minima and not (each.grid is not None and each.grid.minimum):
@@ -226,8 +227,13 @@ def exact_type(parameter: Tensor, known: GridParameters | None) -> str | None:
     return next(fitting, None)
 
 
-def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> Encoded | None:
-    """Return the parameter encoded exactly in a type; None if the type cannot hold it."""
+def _exact(
+    parameter: Tensor, kind: GgufType, known: GridParameters | None, *, may_round: bool = False
+) -> Encoded | None:
+    """Return the parameter encoded exactly in a type; None if the type cannot hold it.
+
+    If it `may_round` instead, None also for coarser values that lie on a grid of eight bits.
+    """
     matrix = parameter.detach().reshape(-1, parameter.shape[-1])
     if torch.equal(matrix.bfloat16().to(matrix.dtype), matrix):
         # The products of codes and scales were rounded to bfloat16. Only in that dtype are they on
@@ -238,7 +244,7 @@ def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> E
         decoded = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))
         is_exact = bool(torch.equal(decoded.to(matrix.dtype), matrix))
     else:
-        on_grid = _on_grid(matrix, kind.grid, known)
+        on_grid = _on_grid(matrix, kind.grid, known, may_round)
         is_exact = on_grid is not None
         if on_grid is not None:
             codes, *numbers = on_grid
@@ -250,14 +256,22 @@ def _exact(parameter: Tensor, kind: GgufType, known: GridParameters | None) -> E
     return Encoded(content.reshape(*parameter.shape[:-1], -1), kind)
 
 
-def _on_grid(matrix: Tensor, grid: Grid, known: GridParameters | None) -> tuple[Tensor, ...] | None:
+def _on_grid(
+    matrix: Tensor, grid: Grid, known: GridParameters | None, may_round: bool
+) -> tuple[Tensor, ...] | None:
     """Return codes, scales and any minima that give a matrix to the bit; None without such."""
     if not grid.divides(matrix.shape[1]):
         return None
     if known is not None and (codes := grid.codes_of(matrix, known)) is not None:
         return codes, known.scales, *([] if known.minima is None else [known.minima])
     # Most matrices that are on no grid fail in their first rows, which saves the fit of the rest.
-    if not fit_groups(grid, matrix[:_FIRST])[2].all():
+    codes, _, fits = fit_groups(grid, matrix[:_FIRST])
+    if not fits.all():
+        return None
+    # Quantisers of eight bits give the largest weight of a group the largest code. The coarser
+    # values of another type lie on this grid, too, by scales that take minutes to find for a head.
+    peaks = grid.grouped(codes).abs().amax(2)
+    if may_round and grid.bits == 8 and not ((peaks == grid.largest) | (peaks == 0)).all():
         return None
     codes, scales, fits = fit_groups(grid, matrix)
     return (codes, scales) if bool(fits.all()) else None

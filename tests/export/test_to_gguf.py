@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from quiet import QUIET
@@ -17,7 +18,7 @@ pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 
 import gguf
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from gguf_files import save_small, tensors_of, values_of, write
 
 from export.gguf.types import encode
@@ -277,6 +278,19 @@ def test_a_matrix_that_was_pruned_in_bfloat16_is_exact(grid):
         assert encoded.kind.name == grid
         values = dequantize(encoded.content, encoded.kind.stored_as)
         assert torch.equal(torch.from_numpy(values.copy()).bfloat16(), quantised)
+
+
+def test_values_of_another_type_are_rounded_to_eight_bits_as_gguf_does():
+    """Values of Q5_0 lie on the grid of Q8_0, too, by scales that take long to find."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    content = quantize(weight.numpy(), gguf.GGMLQuantizationType.Q5_0)
+    coarse = torch.from_numpy(dequantize(content, gguf.GGMLQuantizationType.Q5_0)).bfloat16()
+    expected = quantize(coarse.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(encode("token_embd.weight", coarse, "q8_0").content, expected)
+    eight = torch.from_numpy(dequantize(expected, gguf.GGMLQuantizationType.Q8_0)).bfloat16()
+    encoded = encode("token_embd.weight", eight, "q8_0").content
+    decoded = dequantize(encoded, gguf.GGMLQuantizationType.Q8_0)
+    assert torch.equal(torch.from_numpy(decoded).bfloat16(), eight)
 
 
 def test_of_two_types_that_hold_a_matrix_auto_takes_the_smaller():
