@@ -146,6 +146,8 @@ class Disk:
         path, flags = call.opened, call.arguments[2]
         if "O_DIRECTORY" in flags or ("O_WRONLY" not in flags and "O_RDWR" not in flags):
             return False
+        if "O_TMPFILE" in flags:  # has no name, and is an attempt to write in its directory
+            return False
         node, made = self._node(path), False
         if node is None:
             node, made = _File(), True

@@ -218,7 +218,7 @@ def check_output(path: str | Path | None, *, overwrite: bool) -> None:
 
 def unfinished_directory(out: Path) -> Path:
     """Return the directory of an unfinished distillation, whose result is to be in `out`."""
-    return out.with_name(f".{out.name}.distilling")
+    return out.parent / f".{out.name}.distilling"
 
 
 def check_text(files: Sequence[str] | None, column: str | None) -> None:
